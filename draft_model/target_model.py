@@ -180,7 +180,7 @@ class TargetModel:
         self.config = config
         self.weight_dtype = weight_dtype
         self.embedding = tensors["model.embed_tokens.weight"].float()
-        self._final_norm = tensors["model.norm.weight"].float()
+        self.final_norm = tensors["model.norm.weight"].float()
         head = self.embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
         self._head = PackedLinear(head, weight_dtype)
         self._layers = [self._build_layer(tensors, index) for index in range(config.num_layers)]
@@ -245,11 +245,11 @@ class TargetModel:
         config, eps = self.config, self.config.rms_norm_eps
         batch, asked = token_ids.shape
         rows = padded_rows(batch * asked)
-        # Padding rows go to one request when it is alone and are repeated queries otherwise.
-        queries = rows if batch == 1 else max(asked, 2)
+        # A request that is alone takes the padding rows as queries of its own, so that attention too sums as it does for a
+        # block; in a batch the contexts differ in length anyway and sums agree to rounding only.
+        queries = rows if batch == 1 else asked
         if queries != asked:
             token_ids = F.pad(token_ids, (0, queries - asked))
-        rows = padded_rows(batch * queries)
         positions = starts[:, None] + torch.arange(queries)
         last = int(starts.max()) + queries
         length = min(-(-last // _CONTEXT_SPAN) * _CONTEXT_SPAN, cache.keys[0].shape[2])
@@ -289,7 +289,7 @@ class TargetModel:
             x = x + layer.down(F.silu(gate) * up)
             if index in capture:
                 captured.append(x)
-        hidden = F.rms_norm(x, (config.hidden_size,), self._final_norm, eps)
+        hidden = F.rms_norm(x, (config.hidden_size,), self.final_norm, eps)
         features = torch.cat(captured, dim=-1) if captured else x.new_empty(rows, 0)
         shape = (batch, queries, -1)
         return TargetOutput(

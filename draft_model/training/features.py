@@ -1,10 +1,6 @@
 """Target features and top-k target probabilities of token sequences, computed once and kept on disk.
 
-A shard holds some hundred sequences, flat: `token_ids` int32 [n], `offsets` int64 [rows + 1] (sequence r is
-[offsets[r], offsets[r + 1])), `prompt_length` int32 [rows], `temperature` float32 [rows], `features` float16 [n, m * E]
-(the residual stream after each target layer of target_layer_ids), `topk_ids` int32 [n, K] and `topk_probs` float16 [n, K]
-(the target's distribution of the token that follows, temperature 1). Shards are named by number; a run that was stopped goes
-on with the first one that is missing.
+Shards (see training/dataset.py) are named by number; a run that was stopped goes on with the first one that is missing.
 """
 
 from __future__ import annotations
@@ -12,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from draft_model.target_model import TargetModel
+from draft_model.training.dataset import CachedSequence, save_shard
 from draft_model.training.sequences import Sequence
 
 _BATCH_ROWS = 512
@@ -67,17 +63,17 @@ def _write_shard(
             top = probs.topk(topk, dim=-1)
             features[index] = output.features[row, :length].half()
             topk_ids[index], topk_probs[index] = top.indices.int(), top.values.half()
-    rows = range(len(sequences))
-    lengths = torch.tensor([0] + [len(sequence.token_ids) for sequence in sequences])
-    tensors = {
-        "token_ids": torch.cat([sequence.token_ids.int() for sequence in sequences]),
-        "offsets": lengths.cumsum(0),
-        "prompt_length": torch.tensor([sequence.prompt_length for sequence in sequences], dtype=torch.int32),
-        "temperature": torch.tensor([sequence.temperature for sequence in sequences], dtype=torch.float32),
-        "features": torch.cat([features[index] for index in rows]),
-        "topk_ids": torch.cat([topk_ids[index] for index in rows]),
-        "topk_probs": torch.cat([topk_probs[index] for index in rows]),
-    }
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    partial.replace(path)
+    save_shard(
+        path,
+        [
+            CachedSequence(
+                sequence.token_ids,
+                sequence.prompt_length,
+                sequence.temperature,
+                features[index],
+                topk_ids[index],
+                topk_probs[index],
+            )
+            for index, sequence in enumerate(sequences)
+        ],
+    )
