@@ -1,0 +1,1 @@
+"""Self-play, features and training of a drafter for the embedded target."""

@@ -5,6 +5,7 @@ Shape symbols: B sequences, N rows (padded), A anchors per sequence, S draft_blo
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def load_cached(paths: list[Path]) -> list[CachedSequence]:
     for path in paths:
         shard = load_file(path)
         offsets = shard["offsets"].tolist()
-        for row, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for row, (start, stop) in enumerate(itertools.pairwise(offsets)):
             sequences.append(
                 CachedSequence(
                     token_ids=shard["token_ids"][start:stop].long(),

