@@ -269,13 +269,13 @@ class TargetModel:
             qkv = layer.qkv(F.rms_norm(x, (config.hidden_size,), layer.input_norm, eps))
             qkv = qkv[:real].view(batch, queries, -1, width)
             rotated = torch.view_as_real(
-                torch.view_as_complex(qkv[:, :, : config.num_heads + groups].unflatten(-1, (-1, 2))) * rotation
+                torch.view_as_complex(torch.unflatten(qkv[:, :, : config.num_heads + groups], -1, (-1, 2))) * rotation
             ).flatten(-2)
             keys, values = cache.keys[index], cache.values[index]
             keys[slots, :, positions] = rotated[:, :, config.num_heads :]
             values[slots, :, positions] = qkv[:, :, config.num_heads + groups :]
             # [B * G, R * Q, D] against [B * G, N, D]
-            query = rotated[:, :, : config.num_heads].unflatten(2, (groups, repeat)).permute(0, 2, 3, 1, 4)
+            query = torch.unflatten(rotated[:, :, : config.num_heads], 2, (groups, repeat)).permute(0, 2, 3, 1, 4)
             query = query.reshape(batch * groups, repeat * queries, width)
             context = keys[slot : slot + batch, :, :length].flatten(0, 1)
             scores = torch.bmm(query, context.transpose(1, 2)).view(batch, groups, repeat, queries, length)

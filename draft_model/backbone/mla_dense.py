@@ -97,9 +97,7 @@ class MlaAttention(nn.Module):
         """
         shape = self.shape
         batch, rows, slots = x.shape[0], x.shape[1], self.block_size
-        query = (
-            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, rows, shape.num_heads, -1).transpose(1, 2)
-        )
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, rows, shape.num_heads, -1).transpose(1, 2)
         nope, rope = query.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
         query = torch.cat([nope, rotate_interleaved(rope, rotation[:, None])], dim=-1) * self.scale
         keys, values = self.expand(x, rotation)
@@ -142,9 +140,7 @@ class MlaLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
-    def forward(
-        self, x: Tensor, context: Tensor, visible: Tensor, rotation: Tensor, context_rotation: Tensor
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, visible: Tensor, rotation: Tensor, context_rotation: Tensor) -> Tensor:
         """Map block states [B, A * S, E]; the context [B, N, E] enters without the input norm."""
         attention = self.self_attn
         x = x + attention(self.input_layernorm(x), attention.expand(context, context_rotation), visible, rotation)

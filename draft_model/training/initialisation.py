@@ -61,7 +61,7 @@ def bigram_factors(target: TargetModel, draft_to_target: Tensor, token_weights: 
         tokens are met best.
     """
     hidden = []
-    for part in draft_to_target.split(_BIGRAM_BATCH):
+    for part in torch.split(draft_to_target, _BIGRAM_BATCH):
         # A separator first: the very first position of a Llama carries an attention sink and not its token.
         token_ids = torch.stack([torch.full_like(part, int(draft_to_target[token_weights[draft_to_target].argmax()])), part], 1)
         cache = target.new_cache(len(part), 2)

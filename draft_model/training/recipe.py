@@ -79,9 +79,8 @@ def run(settings: TrainSettings, target_path: Path, report: Callable[[str], None
         raise ValueError(f"device {settings.device!r} was asked for, but no CUDA device is available")
     target = TargetModel.load(target_path)
     if max(settings.target_layer_ids) >= target.config.num_layers - 1:
-        raise ValueError(
-            f"target_layer_ids {list(settings.target_layer_ids)}: the last layer, {target.config.num_layers - 1}, cannot be captured"
-        )
+        last = target.config.num_layers - 1
+        raise ValueError(f"target_layer_ids {list(settings.target_layer_ids)}: the last layer, {last}, cannot be captured")
     sequences = _cached_sequences(settings, target, target_path, report)
     train, held_out = _split(sequences, settings)
     report(f"{sum(len(one.token_ids) for one in train):,} tokens to train on, {len(held_out)} held-out answers")

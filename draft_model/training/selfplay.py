@@ -1,15 +1,16 @@
 """Self-play: the target writes user turns and answers them, many chats at a time.
 
-What the target computes on the way, features and next-token probabilities, is cached with the tokens, so that no chat goes
-through the target twice. Each chat runs through three phases: the system prompt and the opening words of a user turn are given, the target continues
+Each chat runs through three phases: the system prompt and the opening words of a user turn are given, the target continues
 the user turn, then it answers. All chats of a batch decode together; a chat that ends frees its slot for the next one at once.
-The opening words steer the topics towards what people ask assistants for; no outside text is used.
+What the target computes on the way, features and next-token probabilities, is cached with the tokens, so no chat goes through
+the target twice. The opening words steer the topics towards what people ask assistants for; no outside text is used.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from pathlib import Path
 

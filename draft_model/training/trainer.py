@@ -161,8 +161,7 @@ class Trainer:
         acceptance = measure_acceptance(self.model, self._held_out, self._draft_to_target, self._block_size)
         positions = " ".join(f"{share:.3f}" for share in acceptance.by_position)
         losses = " ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-        report(
-            f"step {self.step}: held-out acceptance length {acceptance.acceptance_length:.3f} ({positions}) {losses} {rate:.2f} steps/s"
-        )
+        length = f"{acceptance.acceptance_length:.3f} ({positions})"
+        report(f"step {self.step}: held-out acceptance length {length} {losses} {rate:.2f} steps/s")
         self.history.append({"step": self.step, "acceptance_length": acceptance.acceptance_length, **metrics})
         return acceptance
