@@ -1,0 +1,436 @@
+"""The engine: an asyncio front and one worker thread that owns the model, the sessions and every tensor.
+
+A step of the worker reads as
+
+    admit  -> take waiting calls in order, check their updates, find their pages
+    write  -> context rows of the interactive calls, then
+    draft  -> one forward over the union of their sessions, then
+    reply  -> wake their callers
+    bulk   -> one bounded chunk of everybody else's rows
+
+and starts as soon as one call waits: nothing is ever held back to fill a batch.
+
+A model call that raises fails the sessions that were in it and nothing else. Their rows are as if the update had not
+arrived past its start, so the caller repairs by sending it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
+from service.batching import CallQueue, StepPlan, plan_step, take_in
+from service.calls import ProposeCall, SessionOutcome, SessionWork
+from service.errors import ApiError, DeadlineError, InternalError
+from service.metrics import EngineMetrics
+from service.sessions import Session, SessionChange, SessionKey, SessionTable
+from service.settings import EngineLimits
+
+logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+SWEEP_SECONDS = 1.0
+
+
+class DraftModel(Protocol):
+    """What the engine needs of a drafter: `draft_model.drafter.Drafter`, or `service.testing.FakeDrafter`."""
+
+    @property
+    def draft_block_size(self) -> int:
+        """Slots of one draft forward; also the scratch rows a session needs past its last row."""
+
+    def write_context(self, writes: Sequence[ContextWrite]) -> None:
+        """Write context rows to the pages of several sessions."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
+        """Draft for several sessions in one forward."""
+
+
+class DraftEngine:
+    """The engine. Construct, `start`, `propose` from one event loop, `stop`.
+
+    Args:
+        model: owned by the worker thread from `start` to `stop`.
+        sessions: likewise.
+        on_worker_start: run first in the worker thread, for settings that are kept per thread.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        sessions: SessionTable,
+        limits: EngineLimits,
+        metrics: EngineMetrics,
+        *,
+        on_worker_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model = model
+        self._sessions = sessions
+        self._limits = limits
+        self._metrics = metrics
+        self._on_worker_start = on_worker_start
+        self._queue = CallQueue(limits.max_queue)
+        self._waiting: list[ProposeCall] = []
+        self._next_sweep = 0.0
+        self._thread = threading.Thread(target=self._run, name="draft-engine-worker", daemon=True)
+
+    # Event loop side -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the worker."""
+        self._thread.start()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new calls are refused."""
+        return self._queue.is_draining
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the worker runs."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls taken in and not yet answered."""
+        return self._queue.num_waiting
+
+    async def propose(self, call: ProposeCall) -> None:
+        """Serve a call; its items hold their outcomes afterwards.
+
+        A caller that goes away cancels this coroutine, and the worker drops what is left of the call.
+
+        Raises:
+            ApiError: the call as a whole was refused: overloaded, draining or deadline_exceeded.
+        """
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: ApiError | None) -> None:
+            if answered.done():
+                return
+            if error is None:
+                answered.set_result(None)
+            else:
+                answered.set_exception(error)
+
+        call.finish = lambda error: _call_soon(loop, lambda: settle(error))
+        self._queue.put(call)
+        try:
+            await answered
+        except asyncio.CancelledError:
+            call.is_cancelled = True
+            raise
+
+    async def run(self, command: Callable[[SessionTable], ResultT]) -> ResultT:
+        """Run `command` on the worker, between two steps, and return what it returns or raise what it raises."""
+        done: Future[ResultT] = Future()
+
+        def execute() -> None:
+            try:
+                done.set_result(command(self._sessions))
+            except ApiError as error:
+                done.set_exception(error)
+            except Exception as error:
+                done.set_exception(error)
+                raise
+
+        self._queue.post(execute)
+        return await asyncio.wrap_future(done)
+
+    async def close_session(self, key: SessionKey) -> None:
+        """Close one session.
+
+        Raises:
+            NotFoundError: there is no such session.
+        """
+        await self.run(lambda sessions: sessions.close(key))
+
+    def drop_client(self, client_id: str, reason: str) -> None:
+        """Free a client's sessions soon; returns at once."""
+        self._queue.post(lambda: self._drop_client(client_id, reason))
+
+    def drain(self) -> None:
+        """Refuse new calls from now on; the ones inside are answered."""
+        self._queue.drain()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Finish what is inside, free every session and end the worker."""
+        self._queue.close()
+        self._thread.join(timeout_s)
+
+    # Worker side -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._on_worker_start()
+        is_closed = False
+        while not (is_closed and not self._waiting):
+            calls, commands, is_closed = self._queue.collect(0 if self._waiting else SWEEP_SECONDS)
+            self._waiting.extend(calls)
+            for command in commands:
+                self._guarded(command, "command")
+            if self._waiting:
+                self._guarded(self._step, "step")
+            self._guarded(self._sweep, "sweep")
+        self._sessions.clear()
+
+    def _guarded(self, work: Callable[[], None], what: str) -> None:
+        """Keep the worker alive whatever `work` raises. A bug in a step fails the calls of that step, not the server."""
+        try:
+            work()
+        except Exception:
+            logger.exception("the engine's %s failed", what)
+            self._metrics.forward_failures.labels(what).inc()
+            if what == "step":
+                for call in [call for call in self._waiting if call.is_started]:
+                    self._leave(call, InternalError("the step that held this call failed"))
+
+    def _step(self) -> None:
+        plan = self._admit()
+        self._write_interactive(plan)
+        self._draft(plan)
+        self._reply(plan.interactive)
+        self._reply(plan.finished)
+        self._write_bulk(plan)
+
+    def _admit(self) -> StepPlan:
+        now = time.monotonic()
+        intake = take_in(self._waiting, now)
+        for call in intake.cancelled:
+            self._metrics.cancelled_calls.inc()
+            self._leave(call, None)
+        for call in intake.expired:
+            self._leave(call, DeadlineError((now - call.arrived_at) * 1000.0, call.deadline_ms or 0.0))
+        for call in intake.ready:
+            if not call.is_started:
+                self._start(call, now)
+        return plan_step(
+            intake.ready,
+            rows_per_chunk=self._limits.rows_per_chunk,
+            max_sessions=self._limits.max_sessions_per_call,
+        )
+
+    def _start(self, call: ProposeCall, now: float) -> None:
+        """Apply what needs no model: closes, repeats, refusals, pages and truncation."""
+        call.is_started = True
+        call.timings.queue_ms = (now - call.arrived_at) * 1000.0
+        self._metrics.queue_seconds.observe(now - call.arrived_at)
+        busy = frozenset().union(*(other.keys for other in self._waiting if other.is_started))
+        for key in call.closes:
+            if self._sessions.get(key) is not None:
+                self._sessions.close(key)
+        for work in call.items:
+            try:
+                if work.refused is not None:
+                    raise work.refused
+                stored: SessionOutcome | None = self._sessions.stored_reply(work.change, now)
+                if stored is not None:
+                    work.outcome = stored
+                    continue
+                self._learn_acceptance(work)
+                work.change = self._without_impossible_drafts(work.change)
+                work.session = self._sessions.prepare(work.change, now, busy)
+            except ApiError as error:
+                work.outcome = self._refusal(work, error)
+
+    def _without_impossible_drafts(self, change: SessionChange) -> SessionChange:
+        """Ask for no drafts where the block would pass the context limit: that is a legal answer, not an error."""
+        if change.start + change.num_rows + change.scratch_rows > self._limits.max_context:
+            return replace(change, scratch_rows=0)
+        return change
+
+    def _write_interactive(self, plan: StepPlan) -> None:
+        works = [work for call in plan.interactive for work in call.items if work.rows_left]
+        if works:
+            took_ms = self._write([(work, work.rows_left) for work in works])
+            for call in plan.interactive:
+                call.timings.context_ms += took_ms
+
+    def _write_bulk(self, plan: StepPlan) -> None:
+        if not plan.bulk:
+            return
+        took_ms = self._write([(share.item, share.num_rows) for share in plan.bulk])
+        calls = {id(share.call): share.call for share in plan.bulk}
+        for call in calls.values():
+            call.timings.context_ms += took_ms
+        self._reply([c for c in calls.values() if not any(i.rows_left or i.wants_drafts for i in c.items)])
+
+    def _write(self, parts: list[tuple[SessionWork, int]]) -> float:
+        """Write some rows of each work item and count them as committed; returns milliseconds."""
+        began = time.perf_counter()
+        writes = []
+        for work, num_rows in parts:
+            session, first, last = _session_of(work), work.rows_done, work.rows_done + num_rows
+            rows = work.features[first:last]  # type: ignore[index]
+            writes.append(
+                ContextWrite(
+                    page_ids=session.pages,
+                    first_row=session.span.num_rows,
+                    position=session.span.committed_end,
+                    features=rows,
+                    is_projected=work.is_projected,
+                )
+            )
+        try:
+            self._model.write_context(writes)
+        except Exception as error:  # noqa: BLE001 - a failed forward is told to the sessions in it, whatever it raised
+            self._fail([work for work, _ in parts], "context", error)
+            return (time.perf_counter() - began) * 1000.0
+        for work, num_rows in parts:
+            first = work.rows_done
+            self._sessions.advance(_session_of(work), work.token_ids[first : first + num_rows])
+            work.rows_done += num_rows
+        self._metrics.rows_received.inc(sum(num_rows for _, num_rows in parts))
+        took = time.perf_counter() - began
+        self._metrics.context_seconds.observe(took)
+        return took * 1000.0
+
+    def _draft(self, plan: StepPlan) -> None:
+        works: list[SessionWork] = [work for call in plan.interactive for work in call.items if work.wants_drafts]
+        if not works:
+            return
+        began = time.perf_counter()
+        try:
+            proposals = self._model.draft([_draft_request(work) for work in works])
+        except Exception as error:  # noqa: BLE001 - see _write
+            self._fail(works, "draft", error)
+            return
+        took = time.perf_counter() - began
+        for work, proposal in zip(works, proposals, strict=True):
+            kept = cut_by_survival(proposal, work.confidence_threshold)
+            work.outcome = self._success(work, kept)
+            self._metrics.draft_tokens.inc(len(kept.token_ids))
+        self._metrics.drafts.inc(len(works))
+        self._metrics.batch_sessions.observe(len(works))
+        self._metrics.forward_seconds.observe(took)
+        for call in plan.interactive:
+            call.timings.forward_ms += took * 1000.0
+
+    def _reply(self, calls: Sequence[ProposeCall]) -> None:
+        for call in calls:
+            for work in call.items:
+                if work.outcome is None:
+                    work.outcome = self._success(work, None)
+            self._leave(call, None)
+        if calls:
+            self._metrics.steps.inc()
+
+    def _success(self, work: SessionWork, proposal: DraftProposal | None) -> SessionOutcome:
+        session = _session_of(work)
+        outcome = SessionOutcome(
+            incarnation=work.change.incarnation,
+            seq=work.change.seq,
+            committed_end=session.span.committed_end,
+            rows_held=session.span.num_rows,
+            proposal=proposal,
+        )
+        self._sessions.commit(session, work.change.seq, outcome)
+        return outcome
+
+    def _refusal(self, work: SessionWork, error: ApiError) -> SessionOutcome:
+        session = self._sessions.get(work.key)
+        return SessionOutcome(
+            incarnation=work.change.incarnation,
+            seq=work.change.seq,
+            committed_end=session.span.committed_end if session else 0,
+            rows_held=session.span.num_rows if session else 0,
+            error=error,
+        )
+
+    def _fail(self, works: Sequence[SessionWork], stage: str, error: Exception) -> None:
+        logger.error("the model failed at %s for %d sessions", stage, len(works), exc_info=error)
+        self._metrics.forward_failures.labels(stage).inc()
+        for work in works:
+            told = InternalError(
+                f"the draft model failed ({stage}: {type(error).__name__}); send the update again",
+                numbers={"committed_end": _session_of(work).span.committed_end},
+            )
+            work.outcome = self._refusal(work, told)
+
+    def _leave(self, call: ProposeCall, error: ApiError | None) -> None:
+        self._waiting.remove(call)
+        self._queue.done()
+        took = time.monotonic() - call.arrived_at
+        call.timings.total_ms = took * 1000.0
+        self._metrics.call_seconds.observe(took)
+        call.finish(error)
+
+    def _learn_acceptance(self, work: SessionWork) -> None:
+        """See in the rows that follow a draft how many of its tokens the target kept."""
+        session = self._sessions.get(work.key)
+        if session is None or session.stored_reply is None or session.incarnation != work.change.incarnation:
+            return
+        last: SessionOutcome = session.stored_reply
+        if last.proposal is None or not last.proposal.token_ids or not work.change.num_rows:
+            return
+        if work.change.start != last.committed_end:
+            return
+        accepted = 0
+        for drafted, committed in zip(last.proposal.token_ids, work.token_ids[1:], strict=False):
+            if drafted != committed:
+                break
+            accepted += 1
+        self._metrics.saw_acceptance(accepted, last.committed_end, session.coverage)
+
+    def _drop_client(self, client_id: str, reason: str) -> None:
+        busy = frozenset().union(*(call.keys for call in self._waiting))
+        self._sessions.drop_client(client_id, reason, busy)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_SECONDS
+            self._sessions.expire(now, frozenset().union(*(call.keys for call in self._waiting)))
+
+
+def cut_by_survival(proposal: DraftProposal, threshold: float | None) -> DraftProposal:
+    """Keep the longest prefix whose survival is at least `threshold`; nothing kept is changed."""
+    if threshold is None:
+        return proposal
+    keep = 0
+    for survival in proposal.survival:
+        if survival < threshold:
+            break
+        keep += 1
+    if keep == len(proposal.token_ids):
+        return proposal
+    return DraftProposal(
+        token_ids=proposal.token_ids[:keep],
+        confidence=proposal.confidence[:keep],
+        survival=proposal.survival[:keep],
+        probs_ids=None if proposal.probs_ids is None else proposal.probs_ids[:keep],
+        probs=None if proposal.probs is None else proposal.probs[:keep],
+    )
+
+
+def _draft_request(work: SessionWork) -> DraftRequest:
+    session = _session_of(work)
+    return DraftRequest(
+        page_ids=session.pages,
+        num_rows=session.span.num_rows,
+        position=session.span.committed_end,
+        anchor_token_id=work.anchor_token_id,
+        num_draft_tokens=work.num_draft_tokens,
+        sampling=work.sampling,
+        draft_probs_topk=work.draft_probs_topk,
+        rng_counter=session.span.committed_end,
+    )
+
+
+def _session_of(work: SessionWork) -> Session:
+    if work.session is None:
+        raise RuntimeError("a work item was served before it was prepared")
+    return work.session
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Hand a reply to the event loop, unless it has been closed under a worker that was finishing."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

@@ -1,0 +1,313 @@
+"""The engine over a drafter whose output is a function of exactly the rows it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import pytest
+
+from service.engine import cut_by_survival
+from service.errors import ApiError
+from service.sessions import SessionKey
+from service.testing import FakeDrafter
+from tests.support.service import fresh_drafts, make_call, make_harness, make_work, running
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+@dataclass
+class GatedDrafter(FakeDrafter):
+    """A fake whose next forward waits until the test opens the gate."""
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def draft(self, requests):
+        self.entered.set()
+        assert self.gate.wait(20)
+        return super().draft(requests)
+
+
+def drafts_of(work) -> list[int]:
+    assert work.outcome.error is None, work.outcome.error
+    return work.outcome.proposal.token_ids
+
+
+def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:  # 2, 3
+    async def test() -> None:
+        async with running(make_harness()) as engine:
+            first = make_work("a", 0, [1, 2, 3])
+            await engine.propose(make_call(first))
+            assert drafts_of(first) == fresh_drafts([1, 2, 3])
+            second = make_work("a", 3, [7, 9], seq=1, anchor_token_id=4)
+            await engine.propose(make_call(second))
+            assert drafts_of(second) == fresh_drafts([1, 2, 3, 7, 9], anchor_token_id=4)
+            assert (second.outcome.committed_end, second.outcome.rows_held) == (5, 5)
+            rewind = make_work("a", 1, [8], seq=2)
+            await engine.propose(make_call(rewind))
+            assert drafts_of(rewind) == fresh_drafts([1, 8])
+
+    run(test())
+
+
+def test_random_schedules_of_many_clients_equal_the_replay_of_accepted_rows() -> None:  # 3, 15, 20
+    """Chunks, accepts, rewinds, repeats, K=0, closes and reopenings of twelve sessions, four calls at a time."""
+
+    async def drive(engine, client_id: str, seed: int) -> None:
+        rng = random.Random(seed)
+        committed: dict[str, list[int]] = {}
+        seqs: dict[str, int] = {}
+        incarnations: dict[str, int] = {}
+        for _ in range(60):
+            works = []
+            for name in rng.sample("abc", rng.randint(1, 3)):
+                tokens = committed.setdefault(name, [])
+                start = rng.randint(0, len(tokens)) if rng.random() < 0.2 else len(tokens)
+                start = 0 if len(tokens) > 60 else start
+                new = [rng.randrange(1_000) for _ in range(rng.choice([0, 1, 2, 4, 40]))]
+                del tokens[start:]
+                tokens.extend(new)
+                seqs[name] = seqs.get(name, -1) + 1
+                works.append(
+                    make_work(
+                        name,
+                        start,
+                        new,
+                        seq=seqs[name],
+                        client_id=client_id,
+                        num_draft_tokens=rng.choice([0, 1, 4]),
+                        incarnation=incarnations.setdefault(name, 0),
+                    )
+                )
+            await engine.propose(make_call(*works))
+            for work in works:
+                expected = fresh_drafts(committed[work.key.session_id], count=work.num_draft_tokens)
+                assert work.outcome.committed_end == len(committed[work.key.session_id])
+                assert (drafts_of(work) if work.num_draft_tokens else []) == expected
+            if rng.random() < 0.3:
+                again = works[0]
+                repeat = make_work(
+                    again.key.session_id,
+                    again.change.start,
+                    again.token_ids,
+                    seq=again.change.seq,
+                    client_id=client_id,
+                    incarnation=again.change.incarnation,
+                )
+                await engine.propose(make_call(repeat))
+                assert repeat.outcome is again.outcome
+            if rng.random() < 0.15:
+                name = works[0].key.session_id
+                await engine.close_session(works[0].key)
+                committed[name], seqs[name] = [], -1
+                incarnations[name] += 1
+
+    async def test() -> None:
+        harness = make_harness(FakeDrafter(num_pages=512))
+        async with running(harness) as engine:
+            await asyncio.gather(*(drive(engine, f"client-{i}", i) for i in range(4)))
+        assert max(harness.model.batches) > 3, "the schedule never batched across clients"
+
+    run(test())
+
+
+def test_a_repeat_writes_nothing_again() -> None:  # 6
+    async def test() -> None:
+        harness = make_harness()
+        async with running(harness) as engine:
+            for _ in range(3):
+                work = make_work("a", 0, [1, 2, 3])
+                await engine.propose(make_call(work))
+                assert drafts_of(work) == fresh_drafts([1, 2, 3])
+            assert harness.model.rows_written == 3
+            assert harness.model.batches == [1]
+
+    run(test())
+
+
+def test_one_refused_session_leaves_the_rest_of_its_batch_served() -> None:  # 5
+    async def test() -> None:
+        async with running(make_harness()) as engine:
+            await engine.propose(make_call(make_work("gap", 0, [1])))
+            works = [make_work("a", 0, [1, 2]), make_work("gap", 5, [9], seq=1), make_work("b", 0, [3])]
+            await engine.propose(make_call(*works))
+            assert drafts_of(works[0]) == fresh_drafts([1, 2])
+            assert drafts_of(works[2]) == fresh_drafts([3])
+            assert works[1].outcome.error.code == "context_gap"
+            assert works[1].outcome.committed_end == 1
+
+    run(test())
+
+
+def test_a_failed_forward_fails_its_batch_only_and_the_update_may_be_sent_again() -> None:
+    async def test() -> None:
+        harness = make_harness(FakeDrafter(fail_on_anchor=666))
+        async with running(harness) as engine:
+            bad = make_work("a", 0, [1, 2], anchor_token_id=666)
+            await engine.propose(make_call(bad))
+            assert (bad.outcome.error.code, bad.outcome.error.status) == ("internal", 500)
+            assert "666" not in bad.outcome.error.message
+            other = make_work("b", 0, [5])
+            await engine.propose(make_call(other))
+            assert drafts_of(other) == fresh_drafts([5])
+            again = make_work("a", 0, [1, 2])
+            await engine.propose(make_call(again))
+            assert drafts_of(again) == fresh_drafts([1, 2])
+            assert harness.metrics.forward_failures.labels("draft")._value.get() == 1
+
+    run(test())
+
+
+def test_a_long_append_does_not_hold_up_another_clients_drafts() -> None:  # 22
+    async def test() -> None:
+        harness = make_harness(FakeDrafter(num_pages=1_024), max_context=4_096, rows_per_chunk=16)
+        async with running(harness) as engine:
+            bulk = make_work("bulk", 0, [1] * 3_000, client_id="one", num_draft_tokens=0)
+            waiting = asyncio.create_task(engine.propose(make_call(bulk)))
+            draft = make_work("a", 0, [1, 2], client_id="two")
+            await engine.propose(make_call(draft))
+            assert drafts_of(draft) == fresh_drafts([1, 2])
+            assert not waiting.done()
+            assert harness.model.rows_written < 3_000
+            await waiting
+            assert bulk.outcome.committed_end == 3_000
+
+    run(test())
+
+
+def test_calls_that_wait_together_share_one_forward() -> None:
+    async def test() -> None:
+        model = GatedDrafter(num_pages=256)
+        async with running(make_harness(model)) as engine:
+            first = asyncio.create_task(engine.propose(make_call(make_work("x", 0, [1], client_id="zero"))))
+            await asyncio.to_thread(model.entered.wait, 10)
+            works = [make_work("a", 0, [i, i], client_id=f"client-{i}") for i in range(5)]
+            calls = [asyncio.create_task(engine.propose(make_call(work))) for work in works]
+            while engine.num_waiting < 6:
+                await asyncio.sleep(0)
+            model.gate.set()
+            await asyncio.gather(first, *calls)
+            assert model.batches == [1, 5]
+            assert [drafts_of(work) for work in works] == [fresh_drafts([i, i]) for i in range(5)]
+
+    run(test())
+
+
+def test_a_call_whose_caller_has_gone_costs_nothing_further() -> None:
+    async def test() -> None:
+        model = GatedDrafter()
+        harness = make_harness(model)
+        async with running(harness) as engine:
+            first = asyncio.create_task(engine.propose(make_call(make_work("x", 0, [1]))))
+            await asyncio.to_thread(model.entered.wait, 10)
+            gone = asyncio.create_task(engine.propose(make_call(make_work("a", 0, [1, 2]))))
+            while engine.num_waiting < 2:
+                await asyncio.sleep(0)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            model.gate.set()
+            await first
+            await engine.run(len)
+            assert (model.rows_written, model.batches) == (1, [1])
+            assert await engine.run(len) == 1
+            assert engine.num_waiting == 0
+
+    run(test())
+
+
+def test_a_call_past_its_deadline_is_told_so_and_has_changed_nothing() -> None:  # 11
+    async def test() -> None:
+        model = GatedDrafter()
+        async with running(make_harness(model)) as engine:
+            first = asyncio.create_task(engine.propose(make_call(make_work("x", 0, [1]))))
+            await asyncio.to_thread(model.entered.wait, 10)
+            call = make_call(make_work("a", 0, [1, 2]), deadline_ms=0.001)
+            late = asyncio.create_task(engine.propose(call))
+            while engine.num_waiting < 2:
+                await asyncio.sleep(0)
+            model.gate.set()
+            await first
+            with pytest.raises(ApiError) as caught:
+                await late
+            assert (caught.value.code, caught.value.status) == ("deadline_exceeded", 504)
+            assert await engine.run(len) == 1
+
+    run(test())
+
+
+def test_draining_finishes_what_is_inside_and_refuses_the_rest() -> None:
+    async def test() -> None:
+        model = GatedDrafter()
+        async with running(make_harness(model)) as engine:
+            work = make_work("x", 0, [1])
+            inside = asyncio.create_task(engine.propose(make_call(work)))
+            await asyncio.to_thread(model.entered.wait, 10)
+            engine.drain()
+            with pytest.raises(ApiError) as caught:
+                await engine.propose(make_call(make_work("a", 0, [1])))
+            assert (caught.value.code, caught.value.status) == ("draining", 503)
+            model.gate.set()
+            await inside
+            assert drafts_of(work) == fresh_drafts([1])
+
+    run(test())
+
+
+def test_no_draft_is_made_past_the_context_limit_and_neighbours_are_intact() -> None:  # C-10
+    async def test() -> None:
+        async with running(make_harness(max_context=20)) as engine:
+            for length in range(14, 21):
+                tokens = list(range(length))
+                work, neighbour = make_work(f"s{length}", 0, tokens), make_work("n", 0, [5], seq=length)
+                await engine.propose(make_call(work, neighbour))
+                assert drafts_of(neighbour) == fresh_drafts([5])
+                assert work.outcome.committed_end == length
+                assert (drafts_of(work) if work.outcome.proposal else []) == (fresh_drafts(tokens) if length + 4 <= 20 else [])
+
+    run(test())
+
+
+def test_acceptance_is_learnt_from_the_next_commit() -> None:
+    async def test() -> None:
+        harness = make_harness()
+        async with running(harness) as engine:
+            work = make_work("a", 0, [1, 2])
+            await engine.propose(make_call(work))
+            drafts = drafts_of(work)
+            await engine.propose(make_call(make_work("a", 2, [7, drafts[0], drafts[1], 1_000], seq=1)))
+        kept = harness.metrics.accepted_tokens_per_position
+        assert [kept.labels(str(place))._value.get() for place in range(3)] == [1, 1, 0]
+
+    run(test())
+
+
+def test_closing_frees_the_pages_and_a_late_update_stays_out() -> None:
+    async def test() -> None:
+        harness = make_harness()
+        async with running(harness) as engine:
+            await engine.propose(make_call(make_work("a", 0, [1, 2])))
+            closer = make_work("b", 0, [1])
+            await engine.propose(make_call(closer, closes=[SessionKey("client", "a"), SessionKey("client", "unknown")]))
+            late = make_work("a", 2, [3], seq=1)
+            await engine.propose(make_call(late))
+            assert late.outcome.error.code == "stale_incarnation"
+
+    run(test())
+
+
+def test_a_cut_by_survival_changes_length_only() -> None:  # C-41
+    async def test() -> None:
+        async with running(make_harness()) as engine:
+            whole, cut = make_work("a", 0, [1]), make_work("b", 0, [1], confidence_threshold=0.8)
+            await engine.propose(make_call(whole, cut))
+            assert drafts_of(cut) == drafts_of(whole)[:2]
+            assert cut.outcome.proposal.survival == whole.outcome.proposal.survival[:2]
+            assert cut_by_survival(whole.outcome.proposal, 0.0) is whole.outcome.proposal
+
+    run(test())
