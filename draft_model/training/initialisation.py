@@ -67,7 +67,7 @@ def bigram_factors(target: TargetModel, draft_to_target: Tensor, token_weights: 
         cache = target.new_cache(len(part), 2)
         hidden.append(target.forward(token_ids, torch.zeros(len(part), dtype=torch.long), cache).hidden[:, 1])
     states = torch.cat(hidden)
-    weights = token_weights[draft_to_target].clamp_min(1e-9)
+    weights = token_weights[draft_to_target].float().clamp_min(1e-9)
     weights = (weights / weights.sum())[:, None]
     states = states - (states * weights).sum(0)
     head = target.embedding[draft_to_target]
