@@ -38,7 +38,9 @@ class TargetFingerprint(Message):
         None, description="layers whose output is sent, 0-based, in order; -1 is the embedding's output; null asks to be told"
     )
     dtype: FeatureDtype = Field("float16", description="type of the features that will be sent")
-    tokenizer_hash: str | None = Field(None, max_length=128, description="sha256 of the tokenizer, compared where both have one")
+    tokenizer_hash: str | None = Field(
+        None, max_length=128, description="sha256 of the tokenizer, compared where both have one"
+    )
     model_id: str | None = Field(None, max_length=256, description="name of the model, for people")
 
 
