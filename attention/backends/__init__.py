@@ -1,0 +1,23 @@
+"""The backends, best first, and how each is loaded.
+
+Nothing optional is imported before it is asked for; a package that is missing is a reason and not an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from attention.backends.base import AttentionBackend
+from attention.backends.reference import ReferenceBackend
+from attention.backends.torch_cpu import TorchCpuBackend
+from attention.selector import Candidate
+
+BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType(
+    {backend.name: backend for backend in (TorchCpuBackend, ReferenceBackend)}
+)
+
+
+def find_candidates() -> list[Candidate]:
+    """Every backend with its claims and what this machine lacks for it, best first."""
+    return [Candidate(name, backend.capabilities) for name, backend in BACKENDS.items()]
