@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from attention.capabilities import AttentionProblem
+
 RESERVED_PAGE = 0
 
 
@@ -133,6 +135,22 @@ class PagedKVCache:
         self._bytes = pool.view(torch.uint8) if dtype.itemsize == 1 else pool
         self._write_rows = [layer.flatten(0, 1) for layer in self._bytes.unbind(0)]
         self._scales = self._row_scales() if dtype.itemsize == 1 else None
+
+    @classmethod
+    def for_problem(
+        cls, problem: AttentionProblem, *, num_layers: int, num_pages: int, key_scale: float = 1.0, value_scale: float = 1.0
+    ) -> PagedKVCache:
+        """The pool of layers that share a problem's rows."""
+        return cls(
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=problem.page_size,
+            row_shape=problem.row_shape,
+            dtype=problem.kv_cache_dtype,
+            device=problem.device,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
 
     @staticmethod
     def page_bytes(*, num_layers: int, page_size: int, row_shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -18,6 +18,6 @@ BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType(
 )
 
 
-def find_candidates() -> list[Candidate]:
+def default_backends() -> list[Candidate]:
     """Every backend with its claims and what this machine lacks for it, best first."""
     return [Candidate(name, backend.capabilities) for name, backend in BACKENDS.items()]
