@@ -1,0 +1,93 @@
+"""What the drafter asks of a backbone, and the parts that all of them share.
+
+Shape symbols: B requests, S draft_block_size, T = B * S block rows, n context rows, E hidden_size, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention.block_attention import BlockAttention, BlockMetadata
+from attention.cache import PagedKVCache
+from attention.capabilities import AttentionProblem
+from draft_model.checkpoint import TensorReader
+from draft_model.config import DraftConfig, HiddenAct
+from draft_model.linear import Linear, rms_norm
+from draft_model.rotary import Rotation
+
+
+@dataclass(frozen=True)
+class DraftBlocks:
+    """The blocks of one draft forward.
+
+    Args:
+        batch_size: B
+        rotation: of the T block rows
+        slot_mapping: [T] int64, where the rows of the block's own keys and values go
+        metadata: pages and lengths, the block included
+    """
+
+    batch_size: int
+    rotation: Rotation
+    slot_mapping: Tensor
+    metadata: BlockMetadata
+
+
+class Backbone(Protocol):
+    """The decoder of a draft model, over paged context rows."""
+
+    def attention_problem(
+        self, layer: int, *, page_size: int, device: torch.device, dtype: torch.dtype, kv_cache_dtype: torch.dtype
+    ) -> AttentionProblem:
+        """Say what a layer needs of an attention backend."""
+
+    def project(self, features: Tensor) -> Tensor:
+        """Fuse raw features [n, F] into the context states [n, E] that every layer reads."""
+
+    def write_context(self, states: Tensor, rotation: Rotation, slot_mapping: Tensor, cache: PagedKVCache) -> None:
+        """Write the rows of context states [n, E] to the cache, in every layer."""
+
+    def forward(self, x: Tensor, blocks: DraftBlocks, cache: PagedKVCache, attention: Sequence[BlockAttention]) -> Tensor:
+        """Map embedded block tokens [T, E] to final normed states [T, E]; writes the block's own rows on the way."""
+
+
+class ContextProjection:
+    """context = norm(W features): the fusion of the target's captured states."""
+
+    def __init__(
+        self, config: DraftConfig, tensors: TensorReader, names: tuple[str, str], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        projection, norm = names
+        weight = tensors.take(f"{projection}.weight", config.hidden_size, config.feature_width)
+        self._linear = Linear(weight.to(device), dtype)
+        self._norm = tensors.take(f"{norm}.weight", config.hidden_size).to(device).to(self._linear.dtype)
+        self._eps = config.rms_norm_eps
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Map [n, F] to [n, E]."""
+        return rms_norm(self._linear(features), self._norm, self._eps)
+
+
+class Mlp:
+    """`down(act(gate x) * up x)`, gate and up in one product."""
+
+    def __init__(
+        self, config: DraftConfig, tensors: TensorReader, prefix: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        wide, narrow = config.intermediate_size, config.hidden_size
+        gate_up = [tensors.take(f"{prefix}.{name}_proj.weight", wide, narrow) for name in ("gate", "up")]
+        self._gate_up = Linear(torch.cat(gate_up).to(device), dtype)
+        self._down = Linear(tensors.take(f"{prefix}.down_proj.weight", narrow, wide).to(device), dtype)
+        self._act: HiddenAct = config.hidden_act
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, E] to [T, E]."""
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        gate = F.silu(gate) if self._act == "silu" else F.gelu(gate, approximate="tanh")
+        return self._down(gate * up)
