@@ -5,12 +5,16 @@ Everything a request meets before and after its route is here, so that no route 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextvars import ContextVar
 from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, to_json
 
 from service.errors import ApiError, AuthError, InternalError, RequestError
 from service.metrics import EngineMetrics
@@ -23,9 +27,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
-_REQUEST_ID_LIMIT = 128
 JSON = b"application/json"
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
+# What a server puts into scope["extensions"] for the application to know one connection from another.
+CONNECTION_EXTENSION = "draft_engine.connection"
+BODY_SECONDS = 30.0
+_REQUEST_ID_LIMIT = 128
+_SHOWN_ERRORS = 3
+
+request_id_var: ContextVar[str] = ContextVar("request_id", default="-")
 
 
 class Edge:
@@ -47,33 +57,43 @@ class Edge:
             await self._app(scope, receive, send)
             return
         request_id = request_id_of(scope)
-        has_started = False
+        request_id_var.set(request_id.decode())
+        is_started = is_complete = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal has_started
+            nonlocal is_started, is_complete
             if message["type"] == "http.response.start":
-                has_started = True
+                is_started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            else:
+                is_complete = not message.get("more_body", False)
             await send(message)
 
         try:
             if self._api_key is not None and scope["path"] not in OPEN_PATHS:
-                self._check_key(scope)
+                self._check_key(scope, self._api_key)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
+            if is_started:
+                raise
+            self._log(scope, error)
             await send_error(error, send_with_id, self._metrics)
         except Exception:
-            logger.exception("request %s failed", request_id.decode())
-            if has_started:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if not is_started:
+                await send_error(InternalError("the server failed to answer this request"), send_with_id, self._metrics)
+            elif not is_complete:
                 raise
-            await send_error(InternalError("the server failed to answer this request"), send_with_id, self._metrics)
 
-    def _check_key(self, scope: Scope) -> None:
-        given = header(scope, b"authorization") or b""
-        scheme, _, token = given.partition(b" ")
-        is_right = hmac.compare_digest(token.strip(), self._api_key or b"")
+    def _check_key(self, scope: Scope, api_key: bytes) -> None:
+        scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+        is_right = hmac.compare_digest(token.strip(), api_key)
         if scheme.lower() != b"bearer" or not is_right:
             raise AuthError("invalid_api_key", "the API key is missing or wrong", param="authorization")
+
+    def _log(self, scope: Scope, error: ApiError) -> None:
+        level = logging.WARNING if error.status >= 500 else logging.DEBUG
+        logger.log(level, "%s %s: %d %s: %s", scope["method"], scope["path"], error.status, error.code, error.message)
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -96,8 +116,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
     """Read a whole request body of at most `limit` bytes, refusing a longer one before it has been taken in.
 
     Raises:
-        RequestError: body_too_large, or bad_request when the caller went away half way.
+        RequestError: body_too_large, or bad_request when the caller stopped half way.
     """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _read_body(scope, receive, limit)
+    except TimeoutError as error:
+        raise RequestError("bad_request", f"the body did not arrive within {BODY_SECONDS:.0f} s", param="body") from error
+
+
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise _too_large(int(declared), limit)
@@ -105,7 +133,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RequestError("bad_request", "the body ended early", numbers={"got_bytes": len(body)})
+            raise RequestError("bad_request", "the body ended early", param="body", numbers={"got_bytes": len(body)})
         body += message.get("body", b"")
         if len(body) > limit:
             raise _too_large(len(body), limit)
@@ -122,6 +150,52 @@ def _too_large(size: int, limit: int) -> RequestError:
     )
 
 
+def media_type_of(scope: Scope) -> bytes:
+    """The media type of the request body in lower case, without parameters."""
+    return (header(scope, b"content-type") or b"").partition(b";")[0].strip().lower()
+
+
+def require_media_type(scope: Scope, allowed: tuple[bytes, ...]) -> bytes:
+    """The media type of the request body.
+
+    Raises:
+        RequestError: unsupported_media_type.
+    """
+    given = media_type_of(scope)
+    if given not in allowed:
+        names = " or ".join(name.decode() for name in allowed)
+        raise RequestError(
+            "unsupported_media_type",
+            f"send the body with Content-Type {names}; it came as {given.decode('latin-1') or 'nothing'}",
+            param="content-type",
+        )
+    return given
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """`("sessions", 2, "start")` -> `sessions[2].start`."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def validation_error(details: list[ErrorDetails], prefix: str = "") -> RequestError:
+    """What is wrong with a message: field paths and limits, never the values, which may be somebody's prompt."""
+    told = []
+    for item in details[:_SHOWN_ERRORS]:
+        path = field_path(item["loc"]) or prefix
+        told.append(f"{path}: {item['msg']}" if path else item["msg"])
+    if len(details) > _SHOWN_ERRORS:
+        told.append(f"and {len(details) - _SHOWN_ERRORS} more")
+    return RequestError("bad_request", "; ".join(told), param=(field_path(details[0]["loc"]) or prefix) or None)
+
+
+def from_validation(error: ValidationError, prefix: str = "") -> RequestError:
+    """`validation_error` of a pydantic error."""
+    return validation_error(error.errors(include_url=False, include_input=False, include_context=False), prefix)
+
+
 def error_object(error: ApiError) -> dict[str, Any]:
     """The OpenAI error object; the numbers of the case are extra fields of it."""
     return {
@@ -133,17 +207,25 @@ def error_object(error: ApiError) -> dict[str, Any]:
     }
 
 
+def error_headers(error: ApiError) -> Mapping[str, str]:
+    """The HTTP headers that go with an error."""
+    headers = {}
+    if "retry_after_s" in error.numbers:
+        headers["retry-after"] = str(max(1, round(float(error.numbers["retry_after_s"]))))
+    if "allow" in error.numbers:
+        headers["allow"] = str(error.numbers["allow"])
+    if error.code == "invalid_api_key":
+        headers["www-authenticate"] = "Bearer"
+    if error.code in ("body_too_large", "draining"):
+        headers["connection"] = "close"
+    return headers
+
+
 async def send_error(error: ApiError, send: Send, metrics: EngineMetrics) -> None:
     """Answer a request with an error."""
     metrics.calls.labels(error.code).inc()
-    extra = []
-    if "retry_after_s" in error.numbers:
-        extra.append((b"retry-after", str(max(1, round(float(error.numbers["retry_after_s"])))).encode()))
-    if error.code == "invalid_api_key":
-        extra.append((b"www-authenticate", b"Bearer"))
-    if error.code in ("body_too_large", "draining"):
-        extra.append((b"connection", b"close"))
-    await send_response(send, error.status, json.dumps({"error": error_object(error)}).encode(), JSON, extra)
+    extra = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+    await send_response(send, error.status, to_json({"error": error_object(error)}), JSON, extra)
 
 
 async def send_response(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,10 +29,11 @@ from typing import Protocol, TypeVar
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 from service.batching import CallQueue, StepPlan, plan_step, take_in
 from service.calls import ProposeCall, SessionOutcome, SessionWork
-from service.errors import ApiError, DeadlineError, InternalError
+from service.errors import ApiError, DeadlineError, InternalError, NotFoundError, StateError, UnavailableError
 from service.metrics import EngineMetrics
 from service.sessions import Session, SessionChange, SessionKey, SessionTable
 from service.settings import EngineLimits
+from service.watch import DraftWatch
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -79,13 +81,16 @@ class DraftEngine:
         self._queue = CallQueue(limits.max_queue)
         self._waiting: list[ProposeCall] = []
         self._next_sweep = 0.0
+        self._watch = DraftWatch()
+        self._is_ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="draft-engine-worker", daemon=True)
 
     # Event loop side -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the worker."""
+        """Start the worker and wait until it is ready; raises what `on_worker_start` raises."""
         self._thread.start()
+        self._is_ready.result()
 
     @property
     def is_draining(self) -> bool:
@@ -98,18 +103,31 @@ class DraftEngine:
         return self._thread.is_alive()
 
     @property
+    def num_sessions(self) -> int:
+        """Sessions held."""
+        return len(self._sessions)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What an operator should know although every call is answered."""
+        return self._watch.warnings
+
+    @property
     def num_waiting(self) -> int:
         """Calls taken in and not yet answered."""
         return self._queue.num_waiting
 
-    async def propose(self, call: ProposeCall) -> None:
-        """Serve a call; its items hold their outcomes afterwards.
+    def submit(self, call: ProposeCall) -> asyncio.Future[None]:
+        """Take a call in; its items hold their outcomes once the future is done.
 
-        A caller that goes away cancels this coroutine, and the worker drops what is left of the call.
+        Cancel the future when the caller has gone away: the worker then drops what is left of the call. The future
+        raises ApiError when the call as a whole was refused after it was taken in, by deadline_exceeded for example.
 
         Raises:
-            ApiError: the call as a whole was refused: overloaded, draining or deadline_exceeded.
+            ApiError: overloaded, draining or not_ready; the call was not taken in.
         """
+        if not self.is_alive:
+            raise UnavailableError("not_ready", "the engine's worker does not run")
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[None] = loop.create_future()
 
@@ -121,13 +139,21 @@ class DraftEngine:
             else:
                 answered.set_exception(error)
 
+        def note_cancelled(future: asyncio.Future[None]) -> None:
+            call.is_cancelled = future.cancelled()
+
+        answered.add_done_callback(note_cancelled)
         call.finish = lambda error: _call_soon(loop, lambda: settle(error))
         self._queue.put(call)
-        try:
-            await answered
-        except asyncio.CancelledError:
-            call.is_cancelled = True
-            raise
+        return answered
+
+    async def propose(self, call: ProposeCall) -> None:
+        """Serve a call. Cancelling this coroutine drops what is left of it.
+
+        Raises:
+            ApiError: see `submit`.
+        """
+        await self.submit(call)
 
     async def run(self, command: Callable[[SessionTable], ResultT]) -> ResultT:
         """Run `command` on the worker, between two steps, and return what it returns or raise what it raises."""
@@ -146,12 +172,12 @@ class DraftEngine:
         return await asyncio.wrap_future(done)
 
     async def close_session(self, key: SessionKey) -> None:
-        """Close one session.
+        """Close one session. A call that is being served for it is told that the session is gone.
 
         Raises:
             NotFoundError: there is no such session.
         """
-        await self.run(lambda sessions: sessions.close(key))
+        await self.run(lambda sessions: self._close_session(sessions, key))
 
     def drop_client(self, client_id: str, reason: str) -> None:
         """Free a client's sessions soon; returns at once."""
@@ -169,7 +195,12 @@ class DraftEngine:
     # Worker side -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._on_worker_start()
+        try:
+            self._on_worker_start()
+        except BaseException as error:  # noqa: BLE001 - raised again by `start`, in the thread that waits there
+            self._is_ready.set_exception(error)
+            return
+        self._is_ready.set_result(None)
         is_closed = False
         while not (is_closed and not self._waiting):
             calls, commands, is_closed = self._queue.collect(0 if self._waiting else SWEEP_SECONDS)
@@ -236,9 +267,17 @@ class DraftEngine:
                     continue
                 self._learn_acceptance(work)
                 work.change = self._without_impossible_drafts(work.change)
-                work.session = self._sessions.prepare(work.change, now, busy)
+                self._prepare(work, now, busy)
             except ApiError as error:
                 work.outcome = self._refusal(work, error)
+
+    def _prepare(self, work: SessionWork, now: float, busy: frozenset[SessionKey]) -> None:
+        change, before = work.change, self._sessions.get(work.key)
+        session = work.session = self._sessions.prepare(change, now, busy)
+        if session is not before:
+            self._metrics.prefix_queried_rows.inc(len(change.prefix_token_ids))
+            self._metrics.rows_restored.inc(session.span.num_rows)
+            self._metrics.rows_missing.inc(session.span.committed_end - session.span.num_rows)
 
     def _without_impossible_drafts(self, change: SessionChange) -> SessionChange:
         """Ask for no drafts where the block would pass the context limit: that is a legal answer, not an error."""
@@ -303,7 +342,12 @@ class DraftEngine:
             self._fail(works, "draft", error)
             return
         took = time.perf_counter() - began
+        self._watch.saw_drafts([len(proposal.token_ids) for proposal in proposals])
         for work, proposal in zip(works, proposals, strict=True):
+            problem = proposal_problem(proposal, work.num_draft_tokens)
+            if problem is not None:
+                self._fail([work], "draft", RuntimeError(problem))
+                continue
             kept = cut_by_survival(proposal, work.confidence_threshold)
             work.outcome = self._success(work, kept)
             self._metrics.draft_tokens.inc(len(kept.token_ids))
@@ -378,16 +422,41 @@ class DraftEngine:
                 break
             accepted += 1
         self._metrics.saw_acceptance(accepted, last.committed_end, session.coverage)
+        self._watch.saw_accepted(accepted)
+
+    def _close_session(self, sessions: SessionTable, key: SessionKey) -> None:
+        sessions.close(key)
+        for call in self._waiting:
+            for work in call.items:
+                if call.is_started and work.key == key and work.outcome is None:
+                    gone = NotFoundError("session_not_found", f"session {key.session_id!r} was closed", param="session_id")
+                    work.outcome = self._refusal(work, gone)
 
     def _drop_client(self, client_id: str, reason: str) -> None:
-        busy = frozenset().union(*(call.keys for call in self._waiting))
-        self._sessions.drop_client(client_id, reason, busy)
+        """Nobody waits for the calls of a client that has left, so they go first: a busy session could not be freed."""
+        for call in [call for call in self._waiting if call.client_id == client_id]:
+            self._metrics.cancelled_calls.inc()
+            self._leave(call, StateError("epoch_mismatch", "the client has left; shake hands again", param="client_id"))
+        self._sessions.drop_client(client_id, reason)
 
     def _sweep(self) -> None:
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
             self._sessions.expire(now, frozenset().union(*(call.keys for call in self._waiting)))
+
+
+def proposal_problem(proposal: DraftProposal, num_wanted: int) -> str | None:
+    """What makes a proposal unfit to be sent, or None."""
+    count = len(proposal.token_ids)
+    if count > num_wanted:
+        return f"{count} drafts where {num_wanted} were asked for"
+    for name, values in (("confidence", proposal.confidence), ("survival", proposal.survival)):
+        if len(values) not in (0, count):
+            return f"{len(values)} values of {name} for {count} drafts"
+        if not all(map(math.isfinite, values)):
+            return f"{name} is not finite"
+    return None
 
 
 def cut_by_survival(proposal: DraftProposal, threshold: float | None) -> DraftProposal:

@@ -111,7 +111,7 @@ class PrefixCache:
 
     def evict(self, count: int) -> int:
         """Free up to `count` pages that no session holds; returns how many."""
-        victims = []
+        victims: list[bytes] = []
         for key, page in self._pages.items():
             if len(victims) == count:
                 break

@@ -19,7 +19,7 @@ Everything here belongs to the worker thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterable[Session]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
     def get(self, key: SessionKey) -> Session | None:

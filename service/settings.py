@@ -73,7 +73,7 @@ class EngineSettings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
@@ -120,6 +120,9 @@ class ServeSettings(EngineSettings):
     rows_per_chunk: int = Field(512, ge=1, description="Context rows written between two draft forwards.")
 
     lease_seconds: float = Field(60.0, gt=0, description="A client silent for so long loses its sessions.")
+    disconnect_grace_seconds: float = Field(
+        0.5, ge=0, description="A client that kept a connection and has lost its last one leaves after so long."
+    )
     session_ttl_seconds: float = Field(600.0, gt=0, description="A session unused for so long is freed.")
     idle_seconds: float = Field(5.0, ge=0, description="A session unused for so long may be evicted for another one.")
     drain_seconds: float = Field(1.0, ge=0, description="After SIGTERM, answer 503 draining for so long, then exit.")

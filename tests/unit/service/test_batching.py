@@ -76,7 +76,7 @@ def test_late_and_cancelled_calls_leave_unserved() -> None:
     assert (intake.expired, intake.cancelled, intake.ready) == ([late], [gone], [good])
 
 
-def test_drafts_go_before_bulk_rows_and_bulk_is_one_chunk() -> None:  # 22
+def test_drafts_go_before_bulk_rows_and_bulk_is_one_chunk() -> None:
     bulk = make_call("one", ("a", 100_000, False))
     draft = make_call("two", ("a", 2, True))
     step = plan([bulk, draft])

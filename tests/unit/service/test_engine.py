@@ -39,7 +39,7 @@ def drafts_of(work) -> list[int]:
     return work.outcome.proposal.token_ids
 
 
-def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:  # 2, 3
+def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:
     async def test() -> None:
         async with running(make_harness()) as engine:
             first = make_work("a", 0, [1, 2, 3])
@@ -56,7 +56,7 @@ def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:  # 2, 3
     run(test())
 
 
-def test_random_schedules_of_many_clients_equal_the_replay_of_accepted_rows() -> None:  # 3, 15, 20
+def test_random_schedules_of_many_clients_equal_the_replay_of_accepted_rows() -> None:
     """Chunks, accepts, rewinds, repeats, K=0, closes and reopenings of twelve sessions, four calls at a time."""
 
     async def drive(engine, client_id: str, seed: int) -> None:
@@ -117,7 +117,7 @@ def test_random_schedules_of_many_clients_equal_the_replay_of_accepted_rows() ->
     run(test())
 
 
-def test_a_repeat_writes_nothing_again() -> None:  # 6
+def test_a_repeat_writes_nothing_again() -> None:
     async def test() -> None:
         harness = make_harness()
         async with running(harness) as engine:
@@ -131,7 +131,7 @@ def test_a_repeat_writes_nothing_again() -> None:  # 6
     run(test())
 
 
-def test_one_refused_session_leaves_the_rest_of_its_batch_served() -> None:  # 5
+def test_one_refused_session_leaves_the_rest_of_its_batch_served() -> None:
     async def test() -> None:
         async with running(make_harness()) as engine:
             await engine.propose(make_call(make_work("gap", 0, [1])))
@@ -164,7 +164,7 @@ def test_a_failed_forward_fails_its_batch_only_and_the_update_may_be_sent_again(
     run(test())
 
 
-def test_a_long_append_does_not_hold_up_another_clients_drafts() -> None:  # 22
+def test_a_long_append_does_not_hold_up_another_clients_drafts() -> None:
     async def test() -> None:
         harness = make_harness(FakeDrafter(num_pages=1_024), max_context=4_096, rows_per_chunk=16)
         async with running(harness) as engine:
@@ -221,7 +221,7 @@ def test_a_call_whose_caller_has_gone_costs_nothing_further() -> None:
     run(test())
 
 
-def test_a_call_past_its_deadline_is_told_so_and_has_changed_nothing() -> None:  # 11
+def test_a_call_past_its_deadline_is_told_so_and_has_changed_nothing() -> None:
     async def test() -> None:
         model = GatedDrafter()
         async with running(make_harness(model)) as engine:

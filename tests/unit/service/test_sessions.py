@@ -90,7 +90,7 @@ def refusal(pool: Pool, update: SessionChange, now: float = 0.0) -> ApiError:
     return caught.value
 
 
-def test_a_gap_is_refused_and_changes_nothing() -> None:  # 1
+def test_a_gap_is_refused_and_changes_nothing() -> None:
     pool = Pool()
     session = pool.apply(change(num_rows=5), [1, 2, 3, 4, 5])
     before = (pool.rows(session), session.span, list(session.pages), session.seq)
@@ -99,7 +99,7 @@ def test_a_gap_is_refused_and_changes_nothing() -> None:  # 1
     assert (pool.rows(session), session.span, list(session.pages), session.seq) == before
 
 
-def test_a_rewind_truncates_everything_after_it() -> None:  # 4
+def test_a_rewind_truncates_everything_after_it() -> None:
     pool = Pool()
     pool.apply(change(num_rows=9), list(range(9)))
     session = pool.apply(change(start=3, num_rows=2, seq=1), [70, 71])
@@ -107,7 +107,7 @@ def test_a_rewind_truncates_everything_after_it() -> None:  # 4
     assert session.span.committed_end == 5
 
 
-def test_a_repeat_is_answered_from_store_and_an_older_seq_is_stale() -> None:  # 6
+def test_a_repeat_is_answered_from_store_and_an_older_seq_is_stale() -> None:
     pool = Pool()
     pool.apply(change(num_rows=2, seq=4), [1, 2])
     assert pool.table.stored_reply(change(num_rows=2, seq=4), 0.0) == ("reply", 4)
@@ -115,7 +115,7 @@ def test_a_repeat_is_answered_from_store_and_an_older_seq_is_stale() -> None:  #
     assert refusal(pool, change(start=2, seq=3)).code == "stale_sequence"
 
 
-def test_a_higher_incarnation_starts_over_and_a_lower_one_is_stale() -> None:  # 6
+def test_a_higher_incarnation_starts_over_and_a_lower_one_is_stale() -> None:
     pool = Pool()
     pool.apply(change(num_rows=3, incarnation=1), [1, 2, 3])
     session = pool.apply(change(num_rows=1, incarnation=2), [9])
@@ -123,7 +123,7 @@ def test_a_higher_incarnation_starts_over_and_a_lower_one_is_stale() -> None:  #
     assert refusal(pool, change(incarnation=1, seq=9)).code == "stale_incarnation"
 
 
-def test_an_update_that_arrives_after_close_does_not_revive_the_session() -> None:  # 6, 7
+def test_an_update_that_arrives_after_close_does_not_revive_the_session() -> None:
     pool = Pool()
     pool.apply(change(num_rows=3), [1, 2, 3])
     pool.table.close(SessionKey("c", "a"))
@@ -138,7 +138,7 @@ def test_closing_what_is_not_there_says_so() -> None:
     assert (caught.value.code, caught.value.status) == ("session_not_found", 404)
 
 
-def test_rows_never_sent_have_no_row_index() -> None:  # 14
+def test_rows_never_sent_have_no_row_index() -> None:
     pool = Pool()
     session = pool.apply(change(start=50, num_rows=2), [1, 2])
     assert pool.rows(session) == [(50, 1), (51, 2)]
@@ -152,7 +152,7 @@ def test_a_rewind_below_the_first_row_held_keeps_none() -> None:
     assert pool.rows(session) == [(10, 8)]
 
 
-def test_a_prefix_is_attached_and_forks_are_independent() -> None:  # 13
+def test_a_prefix_is_attached_and_forks_are_independent() -> None:
     pool = Pool()
     tokens = list(range(100, 112))
     parent = pool.apply(change("parent", num_rows=12), tokens)
@@ -164,7 +164,7 @@ def test_a_prefix_is_attached_and_forks_are_independent() -> None:  # 13
     assert pool.rows(child) == [(0, 100), (1, 101), (2, 5)]
 
 
-def test_a_prefix_held_in_part_leaves_a_hole_and_says_so() -> None:  # 13, 14
+def test_a_prefix_held_in_part_leaves_a_hole_and_says_so() -> None:
     pool = Pool()
     tokens = list(range(100, 110))
     pool.apply(change("parent", num_rows=10), tokens)
@@ -175,7 +175,7 @@ def test_a_prefix_held_in_part_leaves_a_hole_and_says_so() -> None:  # 13, 14
     assert pool.rows(child) == [*((p, tokens[p]) for p in range(8)), (9, 6)]
 
 
-def test_tenants_share_pages_only_under_one_salt() -> None:  # 13
+def test_tenants_share_pages_only_under_one_salt() -> None:
     pool = Pool()
     tokens = list(range(8))
     pool.apply(change("a", num_rows=8, client="one", namespace="one"), tokens)
@@ -184,7 +184,7 @@ def test_tenants_share_pages_only_under_one_salt() -> None:  # 13
     assert (stranger.span.num_rows, friend.span.num_rows) == (0, 8)
 
 
-def test_a_full_table_refuses_new_sessions_only() -> None:  # 23
+def test_a_full_table_refuses_new_sessions_only() -> None:
     pool = Pool(max_sessions=2)
     pool.apply(change("a", num_rows=1), [1], now=0.0)
     pool.apply(change("b", num_rows=1), [1], now=1.0)
@@ -193,7 +193,7 @@ def test_a_full_table_refuses_new_sessions_only() -> None:  # 23
     pool.apply(change("a", start=1, num_rows=1, seq=1), [2], now=2.0)
 
 
-def test_eviction_takes_the_least_recently_used_idle_session() -> None:  # 23
+def test_eviction_takes_the_least_recently_used_idle_session() -> None:
     pool = Pool(max_sessions=2)
     pool.apply(change("a", num_rows=1), [1], now=0.0)
     pool.apply(change("b", num_rows=1), [1], now=1.0)
@@ -203,7 +203,7 @@ def test_eviction_takes_the_least_recently_used_idle_session() -> None:  # 23
     assert pool.evicted == [("lru", 1)]
 
 
-def test_a_full_pool_refuses_the_new_session_and_the_old_ones_go_on() -> None:  # 23
+def test_a_full_pool_refuses_the_new_session_and_the_old_ones_go_on() -> None:
     pool = Pool(num_pages=9, use_prefix_cache=False)
     session = pool.apply(change("a", num_rows=20), list(range(20)))
     assert refusal(pool, change("b", num_rows=16)).code == "overloaded"
@@ -211,7 +211,7 @@ def test_a_full_pool_refuses_the_new_session_and_the_old_ones_go_on() -> None:  
     assert session.span.committed_end == 24
 
 
-def test_a_refused_update_of_a_full_pool_leaves_the_session_as_it_was() -> None:  # 5
+def test_a_refused_update_of_a_full_pool_leaves_the_session_as_it_was() -> None:
     pool = Pool(num_pages=9, use_prefix_cache=False)
     session = pool.apply(change("a", num_rows=8), list(range(8)))
     before = (pool.rows(session), session.span, list(session.pages))
@@ -224,7 +224,7 @@ def test_the_context_limit_is_told_with_both_numbers() -> None:
     assert (error.code, error.numbers) == ("context_limit", {"end": 201, "max_context": 200})
 
 
-def test_dropping_a_client_leaves_the_others_alone() -> None:  # 9
+def test_dropping_a_client_leaves_the_others_alone() -> None:
     pool = Pool()
     pool.apply(change("a", num_rows=3, client="one"), [1, 2, 3])
     other = pool.apply(change("a", num_rows=3, client="two"), [4, 5, 6])
@@ -233,7 +233,7 @@ def test_dropping_a_client_leaves_the_others_alone() -> None:  # 9
     assert pool.rows(other) == [(0, 4), (1, 5), (2, 6)]
 
 
-def test_unused_sessions_expire() -> None:  # 9
+def test_unused_sessions_expire() -> None:
     pool = Pool()
     pool.apply(change("old", num_rows=1), [1], now=0.0)
     pool.apply(change("new", num_rows=1), [1], now=90.0)
