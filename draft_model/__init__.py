@@ -1,0 +1,1 @@
+"""The draft model: config, checkpoint, backbone, heads, sampling, drafter and training."""

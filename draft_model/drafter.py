@@ -37,6 +37,8 @@ from draft_model.linear import compute_dtype
 from draft_model.rotary import RotaryEmbedding, Rotation
 from draft_model.sampling import BlockSampler, SamplingParams
 
+GREEDY = SamplingParams()
+
 
 @dataclass(frozen=True)
 class ContextWrite:
@@ -77,7 +79,7 @@ class DraftRequest:
     position: int
     anchor_token_id: int
     num_draft_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
     draft_probs_topk: int = 0
     rng_counter: int = 0
 

@@ -1,0 +1,1 @@
+"""The embedded target: an OpenAI-compatible server that verifies drafts."""

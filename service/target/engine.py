@@ -15,18 +15,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from draft_engine_client.client import Drafts, SessionStep
 from draft_engine_client.verification import verify_greedy, verify_sampled
 from draft_engine_client.wire import Sampling
+from numpy.typing import NDArray
+from torch import Tensor
+
 from draft_model.target_model import TargetModel
 from service.errors import CapacityError, UnavailableError
 from service.target.distribution import target_distribution

@@ -101,7 +101,7 @@ def is_whole(folder: Path) -> bool:
 def _convert(source: Path, folder: Path, report: Callable[[str], None]) -> None:
     """De-quantise `source` into an HF folder, float16."""
     report(f"unpacking {source.name} (once, about 15 seconds)")
-    import torch  # noqa: PLC0415 - torch and transformers take seconds to import and are needed once
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
