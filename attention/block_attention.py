@@ -38,6 +38,11 @@ class BlockAttention:
         self._backend = BACKENDS[selection.backend](problem) if backend is None else backend
         self._is_flattened = selection.path is DecodePath.FLATTENED
 
+    @property
+    def returns_lse(self) -> bool:
+        """Whether `forward_with_lse` is there."""
+        return self._backend.capabilities.lse_base is not None
+
     def forward(
         self, query: Tensor, cache: PagedKVCache, layer: int, metadata: BlockMetadata, *, softmax_scale: float
     ) -> Tensor:

@@ -129,6 +129,7 @@ class PagedKVCache:
         self.key_scale, self.value_scale = key_scale, value_scale
         pool = torch.zeros(num_layers, num_pages, page_size, *row_shape, dtype=dtype, device=device)
         pool[:, RESERVED_PAGE] = math.nan
+        self._pool = pool
         self._pages = list(pool.unbind(0))
         self._rows = [pages.flatten(0, 1) for pages in self._pages]
         # Not every device copies float8; bytes will do.
@@ -174,6 +175,10 @@ class PagedKVCache:
         elif rows.dtype != self.dtype:
             rows = rows.to(self.dtype)
         self._write_rows[layer].index_copy_(0, slot_mapping, rows)
+
+    def fill(self, value: float) -> None:
+        """Set every number of every page, the reserved one too. For tests and probes."""
+        self._pool.fill_(value)
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy the rows of one page to another, in every layer."""

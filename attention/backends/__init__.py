@@ -18,6 +18,6 @@ BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType(
 )
 
 
-def default_backends() -> list[Candidate]:
+def default_backends(backends: Mapping[str, type[AttentionBackend]] = BACKENDS) -> list[Candidate]:
     """Every backend with its claims and what this machine lacks for it, best first."""
-    return [Candidate(name, backend.capabilities) for name, backend in BACKENDS.items()]
+    return [Candidate(name, backend.capabilities, tuple(backend.machine_reasons())) for name, backend in backends.items()]

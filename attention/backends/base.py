@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from attention.cache import PagedKVCache
@@ -23,6 +24,11 @@ class AttentionBackend(ABC):
 
     def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
+
+    @classmethod
+    def machine_reasons(cls) -> list[str]:
+        """Every reason why this machine cannot run it: a missing package, an old device. Empty if it can."""
+        return cls.capabilities.device_reasons(_cuda_capability())
 
     @abstractmethod
     def decode(
@@ -50,3 +56,7 @@ class AttentionBackend(ABC):
         Returns:
             output [B, Q, H, V] in the query's dtype, and lse [B, Q, H] float32 in the base that `capabilities` names, or None.
         """
+
+
+def _cuda_capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -54,63 +54,63 @@ class TorchCpuBackend(AttentionBackend):
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `AttentionBackend`."""
-        batch, num_slots, heads, _ = query.shape
         rows = cache.rows(layer)
         ranges = metadata.row_ranges if self._visible_rows is None else metadata.windowed_ranges(self._visible_rows)
+        scales = cache.key_scale * softmax_scale, cache.value_scale
         attend = self._attend_latent if self.problem.kind == "mla" else self._attend_grouped
         query_float = query.float()
-        output = query_float.new_empty(batch, num_slots, heads, self.problem.value_dim)
-        lse = query_float.new_empty(batch, num_slots, heads) if return_lse else None
-        for index in range(batch):
-            if not ranges[index]:
-                output[index].zero_()
-                if lse is not None:
-                    lse[index].fill_(-torch.inf)
+        if len(ranges) == 1 and ranges[0]:
+            output, lse = attend(query_float[0], _read(rows, ranges[0]), scales, return_lse)
+            return output.unsqueeze(0).to(query.dtype), None if lse is None else lse.unsqueeze(0)
+
+        batched = query_float.new_zeros(*query.shape[:3], self.problem.value_dim)
+        batched_lse = query_float.new_full(query.shape[:3], -torch.inf) if return_lse else None
+        for index, own_ranges in enumerate(ranges):
+            if not own_ranges:
                 continue
-            attend(
-                query_float[index],
-                _read(rows, ranges[index]),
-                (cache.key_scale * softmax_scale, cache.value_scale),
-                output[index],
-                None if lse is None else lse[index],
-            )
-        return output.to(query.dtype), lse
+            output, lse = attend(query_float[index], _read(rows, own_ranges), scales, return_lse)
+            batched[index] = output
+            if batched_lse is not None and lse is not None:
+                batched_lse[index] = lse
+        return batched.to(query.dtype), batched_lse
 
     def _attend_latent(
-        self, query: Tensor, rows: Tensor, scales: tuple[float, float], output: Tensor, lse: Tensor | None
-    ) -> None:
-        """query [Q, H, D], rows [n, D] -> output [Q, H, V]"""
-        folded = query.reshape(-1, query.shape[-1])
-        # beta = 0: the first argument gives a dtype and is not read.
+        self, query: Tensor, rows: Tensor, scales: tuple[float, float], return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """query [Q, H, D], rows [n, D] -> output [Q, H, V], lse [Q, H]"""
+        num_slots, heads, dim = query.shape
+        folded = query.reshape(-1, dim)
+        # beta = 0: the first argument is not read.
         scores = torch.addmm(folded[:1, :1], folded, rows.t(), beta=0, alpha=scales[0])
-        if lse is not None:
-            torch.logsumexp(scores, dim=-1, out=lse.view(-1))
         weights = torch.softmax(scores, dim=-1)
-        values = rows[:, : output.shape[-1]]
-        target = output.view(len(folded), -1)
-        torch.addmm(target, weights, values, beta=0, alpha=scales[1], out=target)
+        mixed = torch.addmm(scores[:1, :1], weights, rows[:, : self.problem.value_dim], beta=0, alpha=scales[1])
+        lse = torch.logsumexp(scores, dim=-1).view(num_slots, heads) if return_lse else None
+        return mixed.view(num_slots, heads, -1), lse
 
     def _attend_grouped(
-        self, query: Tensor, rows: Tensor, scales: tuple[float, float], output: Tensor, lse: Tensor | None
-    ) -> None:
-        """query [Q, H, D], rows [n, 2, G, D] -> output [Q, H, D]"""
-        num_slots, _, dim = query.shape
+        self, query: Tensor, rows: Tensor, scales: tuple[float, float], return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """query [Q, H, D], rows [n, 2, G, D] -> output [Q, H, D], lse [Q, H]"""
+        num_slots, heads, dim = query.shape
         groups = rows.shape[2]
         # [Q, G, H / G, D] -> [G, Q * H / G, D]
-        folded = query.view(num_slots, groups, -1, dim).transpose(0, 1).reshape(groups, -1, dim)
+        folded = query.reshape(num_slots, groups, -1, dim).transpose(0, 1).reshape(groups, -1, dim)
         keys, values = rows.permute(1, 2, 0, 3).unbind(0)  # each [G, n, D]
         scores = torch.baddbmm(folded[:1, :1, :1], folded, keys.transpose(1, 2), beta=0, alpha=scales[0])
-        if lse is not None:
-            by_group = torch.logsumexp(scores, dim=-1).view(groups, num_slots, -1)
-            lse.view(num_slots, groups, -1).copy_(by_group.transpose(0, 1))
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values).view(groups, num_slots, -1, dim)
-        output.view(num_slots, groups, -1, dim).copy_(mixed.transpose(0, 1))
-        if scales[1] != 1.0:
-            output.mul_(scales[1])
+        weights = torch.softmax(scores, dim=-1)
+        mixed = torch.baddbmm(scores[:1, :1, :1], weights, values, beta=0, alpha=scales[1])
+        output = mixed.view(groups, num_slots, -1, dim).transpose(0, 1).reshape(num_slots, heads, dim)
+        if not return_lse:
+            return output, None
+        by_group = torch.logsumexp(scores, dim=-1).view(groups, num_slots, -1)
+        return output, by_group.transpose(0, 1).reshape(num_slots, heads)
 
 
 def _read(rows: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
     """The rows of some slot ranges as float32; a view where there is one range of float32."""
     parts = [rows[start:end] for start, end in ranges]
-    read = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return read.float()
+    if len(parts) == 1:
+        return parts[0].float()
+    if rows.dtype.itemsize == 1:
+        parts = [part.float() for part in parts]
+    return torch.cat(parts).float()
