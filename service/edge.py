@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_json
 
 from service.errors import ApiError, AuthError, InternalError, RequestError
-from service.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +45,9 @@ class Edge:
         api_key: when set, every path but OPEN_PATHS needs `Authorization: Bearer <api_key>`.
     """
 
-    def __init__(self, app: AsgiApp, *, api_key: str | None, metrics: EngineMetrics) -> None:
+    def __init__(self, app: AsgiApp, *, api_key: str | None) -> None:
         self._app = app
         self._api_key = None if api_key is None else api_key.encode()
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -77,11 +75,11 @@ class Edge:
             if is_started:
                 raise
             self._log(scope, error)
-            await send_error(error, send_with_id, self._metrics)
+            await send_error(error, send_with_id)
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not is_started:
-                await send_error(InternalError("the server failed to answer this request"), send_with_id, self._metrics)
+                await send_error(InternalError("the server failed to answer this request"), send_with_id)
             elif not is_complete:
                 raise
 
@@ -221,9 +219,8 @@ def error_headers(error: ApiError) -> Mapping[str, str]:
     return headers
 
 
-async def send_error(error: ApiError, send: Send, metrics: EngineMetrics) -> None:
+async def send_error(error: ApiError, send: Send) -> None:
     """Answer a request with an error."""
-    metrics.calls.labels(error.code).inc()
     extra = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
     await send_response(send, error.status, to_json({"error": error_object(error)}), JSON, extra)
 

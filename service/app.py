@@ -1,0 +1,198 @@
+"""The HTTP application: one edge around two sets of routes.
+
+    Edge           request id, API key, errors -> the OpenAI error shape
+      /v1/propose  plain ASGI, straight to the engine
+      the rest     FastAPI, with /docs and /openapi.json
+
+Its lifespan starts the engine, frees what clients leave behind, and stops the engine in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from draft_engine_client.wire import ModelFacts
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+
+from service.clients import ClientTable
+from service.edge import (
+    JSON,
+    AsgiApp,
+    Edge,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    error_headers,
+    error_object,
+    read_body,
+    require_media_type,
+    validation_error,
+)
+from service.engine import DraftEngine
+from service.errors import ApiError, InternalError, NotFoundError, RequestError
+from service.metrics import EngineMetrics
+from service.propose import ProposeEndpoint
+from service.routes import Services, build_router, describe_propose
+from service.settings import EngineLimits
+
+logger = logging.getLogger(__name__)
+
+SMALL_BODY_BYTES = 64 * 1024
+CLIENT_SWEEP_SECONDS = 0.2
+_PROPOSE_PATH = "/v1/propose"
+_CLIENTS_PATH = "/v1/clients"
+
+
+def create_app(
+    *,
+    engine: DraftEngine,
+    clients: ClientTable,
+    facts: ModelFacts,
+    limits: EngineLimits,
+    metrics: EngineMetrics,
+    version: str,
+    api_key: str | None = None,
+    tokenizer_hash: str | None = None,
+) -> AsgiApp:
+    """Build the application. The engine must not have been started; the lifespan starts and stops it.
+
+    Args:
+        engine: serves the calls.
+        clients: knows the callers, and the id of this process.
+        facts: what clients are told of the draft model.
+        limits: what calls are held to.
+        metrics: of the engine; the application adds gauges of its own.
+        version: of the server.
+        api_key: when set, every route but health needs it.
+        tokenizer_hash: of the target the drafter was trained for, where it is known.
+    """
+    services = Services(engine, clients, facts, limits, metrics, version, tokenizer_hash, time.time())
+    metrics.describe(version=version, model=facts.model_id, fingerprint=facts.fingerprint)
+    metrics.track("clients", "Clients that have shaken hands.", lambda: float(len(clients)))
+    metrics.track("sessions", "Sessions held.", lambda: float(engine.num_sessions))
+    metrics.track("waiting_calls", "Calls taken in and not yet answered.", lambda: float(engine.num_waiting))
+    metrics.track("warnings", "Warnings of /health that stand now.", lambda: float(len(engine.warnings)))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(engine.start)
+        sweep = asyncio.create_task(_sweep_clients(engine, clients))
+        try:
+            yield
+        finally:
+            sweep.cancel()
+            await asyncio.gather(sweep, return_exceptions=True)
+            await asyncio.to_thread(engine.stop)
+
+    documented = FastAPI(
+        title="Draft engine",
+        description="Draft tokens for speculative decoding, over HTTP.",
+        version=version,
+        lifespan=lifespan,
+        redoc_url=None,
+        exception_handlers={
+            ApiError: _on_api_error,
+            HTTPException: _on_http_exception,
+            RequestValidationError: _on_validation_error,
+            Exception: _on_exception,
+        },
+    )
+    documented.include_router(build_router(services))
+    documented.openapi = lambda: _openapi(documented, needs_key=api_key is not None)  # type: ignore[method-assign]
+    propose = ProposeEndpoint(engine, clients, facts, limits, metrics)
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await documented(scope, receive, send)
+        elif scope["path"] == _PROPOSE_PATH:
+            await propose(scope, receive, send)
+        else:
+            await documented(scope, await _small_body(scope, receive), send)
+
+    return Edge(dispatch, api_key=api_key)
+
+
+async def _sweep_clients(engine: DraftEngine, clients: ClientTable) -> None:
+    while True:
+        for client, reason in clients.departed(time.monotonic()):
+            logger.info("client %s (%s) has left: %s", client.client_id, client.name, reason)
+            engine.drop_client(client.client_id, reason)
+        await asyncio.sleep(CLIENT_SWEEP_SECONDS)
+
+
+async def _small_body(scope: Scope, receive: Receive) -> Receive:
+    """Read the body of a request that is no propose call, and hand it to the routes again."""
+    if scope["method"] in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        return receive
+    body = await read_body(scope, receive, SMALL_BODY_BYTES)
+    if body and scope["path"] == _CLIENTS_PATH:
+        require_media_type(scope, (JSON,))
+    messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def _openapi(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        describe_propose(document)
+        if needs_key:
+            document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"api_key": []}]
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def _respond(error: ApiError) -> Response:
+    return Response(
+        to_json({"error": error_object(error)}),
+        status_code=error.status,
+        media_type=JSON.decode(),
+        headers=error_headers(error),
+    )
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, ApiError):
+        raise error
+    return _respond(error)
+
+
+async def _on_validation_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, RequestValidationError):
+        raise error
+    details = [{**item, "loc": item["loc"][1:]} for item in error.errors()]  # without FastAPI's "body" or "query"
+    return _respond(validation_error(details))  # type: ignore[arg-type]
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself raises: an unknown path, a wrong method."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 404:
+        return _respond(NotFoundError("not_found", f"there is no route {request.url.path}"))
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        return _respond(RequestError("method_not_allowed", f"this path takes {allow}", numbers={"allow": allow}))
+    return _respond(RequestError("bad_request", str(error.detail)))
+
+
+async def _on_exception(_request: Request, _error: Exception) -> Response:
+    """Answer what no handler knows; Starlette raises it again afterwards, and the edge logs it."""
+    return _respond(InternalError("the server failed to answer this request"))
