@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -83,7 +83,29 @@ class EngineSettings(BaseSettings):
         return init_settings, env_settings
 
 
-class ServeSettings(EngineSettings):
+class ListenSettings(EngineSettings):
+    """Where a server listens, and who may call it."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on. Any but loopback needs --api-key.")
+    uds: Path | None = Field(None, description="Listen on this unix socket instead of host and port.")
+    api_key: SecretStr | None = Field(None, min_length=8, description="Key that callers send as `Authorization: Bearer`.")
+    ssl_certfile: Path | None = Field(None, description="TLS certificate chain (PEM).")
+    ssl_keyfile: Path | None = Field(None, description="TLS private key (PEM).")
+    drain_seconds: float = Field(1.0, ge=0, description="After SIGTERM, answer 503 draining for so long, then exit.")
+
+    @model_validator(mode="after")
+    def _refuse_unsafe_bind(self) -> Self:
+        if self.uds is None and self.api_key is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} is reachable from other machines: set api_key (--api-key or {ENV_PREFIX}API_KEY), "
+                "or listen on 127.0.0.1"
+            )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile go together")
+        return self
+
+
+class ServeSettings(ListenSettings):
     """The draft server."""
 
     model: Path | None = Field(
@@ -100,12 +122,7 @@ class ServeSettings(EngineSettings):
     attention_backend: str | None = Field(None, description="Force one attention backend. Default: best that fits.")
     threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: torch's own choice.")
 
-    host: str = Field("127.0.0.1", description="Address to listen on. Any but loopback needs --api-key.")
     port: int = Field(8100, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    uds: Path | None = Field(None, description="Listen on this unix socket instead of host and port.")
-    api_key: SecretStr | None = Field(None, min_length=8, description="Key that callers send as `Authorization: Bearer`.")
-    ssl_certfile: Path | None = Field(None, description="TLS certificate chain (PEM).")
-    ssl_keyfile: Path | None = Field(None, description="TLS private key (PEM).")
 
     kv_cache_memory: Bytes = Field(512 * 2**20, description="Memory of the context pool, for example 512MiB.")
     page_size: int = Field(64, ge=1, le=1024, description="Context rows in a page.")
@@ -125,18 +142,6 @@ class ServeSettings(EngineSettings):
     )
     session_ttl_seconds: float = Field(600.0, gt=0, description="A session unused for so long is freed.")
     idle_seconds: float = Field(5.0, ge=0, description="A session unused for so long may be evicted for another one.")
-    drain_seconds: float = Field(1.0, ge=0, description="After SIGTERM, answer 503 draining for so long, then exit.")
-
-    @model_validator(mode="after")
-    def _refuse_unsafe_bind(self) -> ServeSettings:
-        if self.uds is None and self.api_key is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} is reachable from other machines: set api_key (--api-key or {ENV_PREFIX}API_KEY), "
-                "or listen on 127.0.0.1"
-            )
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ValueError("ssl_certfile and ssl_keyfile go together")
-        return self
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from service.settings import ENV_PREFIX, EngineSettings, is_loopback
+from service.settings import ListenSettings
 from service.target.weights import default_cache_dir
 
 
-class TargetSettings(EngineSettings):
+class TargetSettings(ListenSettings):
     """The embedded target server."""
 
     model: Path | None = Field(None, description="Folder of the target (a Llama in HF layout). Default: the embedded target.")
@@ -22,9 +22,8 @@ class TargetSettings(EngineSettings):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: torch's own choice.")
 
-    host: str = Field("127.0.0.1", description="Address to listen on. Any but loopback needs --api-key.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    api_key: SecretStr | None = Field(None, min_length=8, description="Key that callers send as `Authorization: Bearer`.")
+    drain_seconds: float = Field(0.0, ge=0, description="After SIGTERM, answer 503 for so long, then exit.")
 
     draft_url: str | None = Field("http://127.0.0.1:8100", description="Draft server; `none` decodes plainly.")
     draft_api_key: SecretStr | None = Field(None, description="Key of the draft server.")
@@ -48,12 +47,3 @@ class TargetSettings(EngineSettings):
         if values.get("draft_url") == "none":
             values["draft_url"] = None
         return values
-
-    @model_validator(mode="after")
-    def _refuse_unsafe_bind(self) -> TargetSettings:
-        if self.api_key is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} is reachable from other machines: set api_key (--api-key or {ENV_PREFIX}API_KEY), "
-                "or listen on 127.0.0.1"
-            )
-        return self

@@ -1,0 +1,336 @@
+"""The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
+
+    draft-engine serve | target | demo | train | inspect | bench
+
+What a command needs is imported when it runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draft_model.errors import DraftModelError
+from service.errors import ServiceError, StartupError
+from service.settings import (
+    EngineSettings,
+    ServeSettings,
+    add_flags,
+    current_environment,
+    given_flags,
+    load_settings,
+    unknown_environment,
+)
+
+if TYPE_CHECKING:
+    from draft_model.drafter import Drafter
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTION = "draft-engine"
+# Idle threads of GNU OpenMP spin before they sleep. Target and drafter take turns on the same cores, so a thread that spins
+# for milliseconds takes a core from the process whose turn it is; one that sleeps at once pays a wake-up at every product.
+_SPIN_COUNT = "20000"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: what `--help` says, where its settings class is, and what runs it and returns the exit code."""
+
+    name: str
+    summary: str
+    description: str
+    settings: Callable[[], type[Any]]
+    run: Callable[[Any], int]
+
+
+def version() -> str:
+    """The version of the installed engine."""
+    return importlib.metadata.version(DISTRIBUTION)
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+def _serve(settings: ServeSettings) -> int:
+    import secrets
+
+    from attention.cache import PageAllocator
+    from service.app import create_app
+    from service.clients import ClientTable
+    from service.engine import DraftEngine
+    from service.facts import model_facts
+    from service.launch import serve
+    from service.metrics import EngineMetrics
+    from service.prefix_cache import PrefixCache
+    from service.sessions import SessionTable
+    from service.settings import EngineLimits
+
+    drafter, tokenizer_hash = _load_drafter(settings)
+    limits = EngineLimits.resolve(settings, drafter.config.max_position)
+    metrics = EngineMetrics()
+    allocator = PageAllocator(drafter.cache.num_pages)
+    prefix_cache = None
+    if settings.prefix_cache:
+        prefix_cache = PrefixCache(allocator, page_size=drafter.page_size, fingerprint=drafter.fingerprint)
+    sessions = SessionTable(
+        allocator,
+        page_size=drafter.page_size,
+        limits=limits,
+        copy_page=drafter.copy_page,
+        prefix_cache=prefix_cache,
+        on_evicted=lambda reason, count: metrics.evictions.labels(reason).inc(count),
+    )
+    engine = DraftEngine(drafter, sessions, limits, metrics, on_worker_start=lambda: _set_threads(settings.threads))
+    clients = ClientTable(
+        server_id=f"server-{secrets.token_hex(8)}", lease_seconds=settings.lease_seconds, max_clients=settings.max_sessions
+    )
+    app = create_app(
+        engine=engine,
+        clients=clients,
+        facts=model_facts(drafter, settings.served_model_name or _shipped_or_folder_name(settings.model)),
+        limits=limits,
+        metrics=metrics,
+        version=version(),
+        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
+        tokenizer_hash=tokenizer_hash,
+    )
+    serve(app, settings, on_drain=engine.drain)
+    return 0
+
+
+def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:
+    """Load the draft model and, with the shipped one, the hash of its target's tokenizer."""
+    import torch
+
+    from draft_model.drafter import Drafter
+    from service.shipped import shipped_drafter
+    from service.target.text import TargetTokenizer
+    from service.target.weights import default_cache_dir, ensure_target
+
+    _set_threads(settings.threads)
+    path, target_path = settings.model, settings.target_model
+    if path is None:
+        path = shipped_drafter()
+        target_path = target_path or ensure_target(default_cache_dir(), logger.info)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise StartupError(f"--device {device}: no CUDA device is available")
+    drafter = Drafter.load(
+        path,
+        target_path=target_path,
+        device=device,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        kv_cache_memory=settings.kv_cache_memory,
+        page_size=settings.page_size,
+        attention_backend=settings.attention_backend,
+    )
+    for layer, selection in enumerate(drafter.selections):
+        logger.info("layer %d: %s", layer, selection)
+    drafter.warm_up()
+    has_tokenizer = target_path is not None and (target_path / "tokenizer.json").is_file()
+    return drafter, TargetTokenizer(target_path).hash if target_path is not None and has_tokenizer else None
+
+
+def _target(settings: Any) -> int:
+    from service.target.launch import serve_target
+
+    _set_threads(settings.threads)
+    serve_target(settings)
+    return 0
+
+
+def _demo(settings: Any) -> int:
+    from rich.console import Console
+
+    from service.demo import run_demo
+
+    return 0 if run_demo(settings, Console(highlight=False)) else 1
+
+
+def _train(settings: Any) -> int:
+    from draft_model.training.recipe import run
+    from service.target.weights import default_cache_dir, ensure_target
+
+    target_path = ensure_target(default_cache_dir(), print)
+    acceptance = run(settings, target_path, print)
+    print(f"held-out acceptance length {acceptance.acceptance_length:.3f}; checkpoint in {settings.output}")  # noqa: T201
+    return 0
+
+
+def _inspect(settings: Any) -> int:
+    from rich.console import Console
+
+    from service.inspect import print_report
+    from service.shipped import shipped_drafter
+
+    print_report(settings.model or shipped_drafter(), settings, Console(highlight=False))
+    return 0
+
+
+def _bench(settings: Any) -> int:
+    from rich.console import Console
+
+    from service.bench import run_bench
+
+    return run_bench(settings, Console(highlight=False))
+
+
+def _train_settings() -> type[EngineSettings]:
+    from draft_model.training.recipe import TrainSettings
+
+    class TrainCommand(TrainSettings, EngineSettings):
+        """Training a drafter."""
+
+    return TrainCommand
+
+
+def _target_settings() -> type[EngineSettings]:
+    from service.target.settings import TargetSettings
+
+    return TargetSettings
+
+
+def _demo_settings() -> type[EngineSettings]:
+    from service.demo import DemoSettings
+
+    return DemoSettings
+
+
+def _inspect_settings() -> type[EngineSettings]:
+    from service.inspect import InspectSettings
+
+    return InspectSettings
+
+
+def _bench_settings() -> type[EngineSettings]:
+    from service.bench import BenchSettings
+
+    return BenchSettings
+
+
+COMMANDS = (
+    Command(
+        "serve",
+        "run the draft server",
+        "Hold a draft model and serve proposals over HTTP. Without --model: the drafter that ships, for the embedded target.",
+        lambda: ServeSettings,
+        _serve,
+    ),
+    Command(
+        "target",
+        "run the embedded target server",
+        "An OpenAI-compatible server of SmolLM2-135M-Instruct that takes drafts from a draft server, and runs without one too.",
+        _target_settings,
+        _target,
+    ),
+    Command(
+        "demo",
+        "run both and compare with plain decoding",
+        "Start a draft server and a target server, answer twelve prompts with and without drafts, and print what it was worth.",
+        _demo_settings,
+        _demo,
+    ),
+    Command(
+        "train",
+        "train a drafter for the embedded target",
+        "Self-play, features, training and export. Every stage is resumed where an earlier run stopped.",
+        _train_settings,
+        _train,
+    ),
+    Command(
+        "inspect",
+        "describe a draft checkpoint",
+        "Print what a checkpoint is, whether it loads, and which attention backend would serve it, with the reasons.",
+        _inspect_settings,
+        _inspect,
+    ),
+    Command(
+        "bench",
+        "measure a drafter in process and over HTTP",
+        "Draft the same blocks in process and through a draft server, and print latencies and what HTTP adds.",
+        _bench_settings,
+        _bench,
+    ),
+)
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _shipped_or_folder_name(model: Path | None) -> str:
+    from service.shipped import SHIPPED_NAME
+
+    return SHIPPED_NAME if model is None else model.resolve().name
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Make the parser. Only the command that is asked for gets its flags, since a settings class may take long to import."""
+    parser = argparse.ArgumentParser(
+        prog="draft-engine",
+        description="A draft engine for speculative decoding: DSpark drafters over HTTP, verified losslessly by the target.",
+        epilog="Start with `draft-engine demo`. Every flag is also an environment variable DRAFT_ENGINE_<FLAG>.",
+    )
+    parser.add_argument("--version", action="version", version=f"draft-engine {version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    asked = next((argument for argument in argv if not argument.startswith("-")), None)
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.description,
+            allow_abbrev=False,
+        )
+        sub.add_argument(
+            "--config", type=Path, metavar="FILE", help="TOML file with these settings; flags and environment win."
+        )
+        if command.name == asked:
+            add_flags(sub, command.settings())
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    namespace = build_parser(arguments).parse_args(arguments)
+    command = next(command for command in COMMANDS if command.name == namespace.command)
+    try:
+        settings = _load(command, namespace, current_environment())
+        return command.run(settings)
+    except (ServiceError, DraftModelError) as error:
+        print(f"draft-engine {command.name}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _load(command: Command, namespace: argparse.Namespace, environment: Mapping[str, str]) -> Any:
+    from service.launch import configure_logging
+
+    settings_class = command.settings()
+    settings = load_settings(settings_class, given_flags(namespace, settings_class), config=namespace.config)
+    configure_logging(settings.log_level, settings.log_format)
+    for name in unknown_environment([settings_class, ServeSettings], environment):
+        logger.warning("the environment variable %s is not a setting", name)
+    return settings
+
+
+if __name__ == "__main__":
+    sys.exit(main())
