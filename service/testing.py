@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from draft_engine_client.wire import ModelFacts
 from torch import Tensor
 
-from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest, SamplingParams
+from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 
 _SCRATCH = -1.0
 
@@ -55,6 +56,30 @@ class FakeDrafter:
 
     def __post_init__(self) -> None:
         self._pool = torch.full((self.num_pages, self.page_size), float("nan"), dtype=torch.float64)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a server over this drafter tells its clients: a target of 3 layers, two of which are sent."""
+        return ModelFacts(
+            model_id="fake-drafter",
+            fingerprint="fake",
+            source_format="fake",
+            draft_block_size=self.draft_block_size,
+            max_draft_tokens=self.draft_block_size,
+            vocab_size=self.vocab_size,
+            draft_vocab_size=self.vocab_size,
+            target_hidden_size=self.feature_width // 2,
+            target_num_layers=3,
+            target_layer_ids=(0, 2),
+            feature_width=self.feature_width,
+            projected_width=self.projected_width,
+            feature_dtypes=("float16", "bfloat16", "float32"),
+            has_confidence=True,
+            device="cpu",
+            dtype="float32",
+            attention_backends=("fake",),
+            decode_paths=("fused",),
+        )
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page to another."""
@@ -102,6 +127,3 @@ class FakeDrafter:
 
     def _load(self, page_ids: Sequence[int], row: int) -> float:
         return float(self._pool[page_ids[row // self.page_size], row % self.page_size])
-
-
-__all__ = ["FakeDrafter", "SamplingParams", "expected_drafts", "row_digest"]

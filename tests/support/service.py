@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import httpx
+import numpy as np
 import torch
+from draft_engine_client import codec
+from draft_engine_client.codec import TensorView
 
 from attention.cache import PageAllocator
 from draft_model.drafter import SamplingParams
+from service.app import create_app
 from service.calls import ProposeCall, SessionWork
+from service.clients import ClientTable
+from service.edge import AsgiApp
 from service.engine import DraftEngine
+from service.launch import DrainingServer, serve
 from service.metrics import EngineMetrics
 from service.prefix_cache import PrefixCache
 from service.sessions import SessionChange, SessionKey, SessionTable
-from service.settings import EngineLimits
+from service.settings import EngineLimits, ServeSettings
 from service.testing import FakeDrafter, expected_drafts, row_digest
 
 LIMITS = EngineLimits(
@@ -130,3 +141,170 @@ def fresh_drafts(token_ids: Sequence[int], *, start: int = 0, anchor_token_id: i
     """What a fresh session fed exactly these rows would draft."""
     rows = [row_digest(start + i, row) for i, row in enumerate(make_rows(token_ids, start))]
     return expected_drafts(rows, start + len(token_ids), anchor_token_id, count, vocab_size=1_000)
+
+
+# Over HTTP -----------------------------------------------------------------------------------------------------------
+
+
+def make_app(harness: Harness, *, api_key: str | None = None, lease_seconds: float = 30.0, **options: Any) -> AsgiApp:
+    clients = ClientTable(server_id="server-1", lease_seconds=lease_seconds, disconnect_grace_seconds=0.3)
+    return create_app(
+        engine=harness.engine,
+        clients=clients,
+        facts=harness.model.facts,
+        limits=harness.limits,
+        metrics=harness.metrics,
+        version="1.2.3",
+        api_key=api_key,
+        **options,
+    )
+
+
+@dataclass
+class Server:
+    """A real server on loopback, in a thread of its own."""
+
+    harness: Harness
+    url: str
+    server: DrainingServer
+    thread: threading.Thread
+    http: httpx.Client
+
+    def connect(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, headers=headers)
+
+
+@contextlib.contextmanager
+def serving(
+    harness: Harness | None = None, *, drain_seconds: float = 0.0, headers: dict[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """Serve a harness; afterwards no page may be left held."""
+    harness = harness or make_harness()
+    app = make_app(harness, **options)
+    settings = ServeSettings(port=0, drain_seconds=drain_seconds)
+    ready = threading.Event()
+    urls: list[str] = []
+    servers: list[DrainingServer] = []
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    thread = threading.Thread(
+        target=lambda: serve(app, settings, on_ready, on_drain=harness.engine.drain, on_server=servers.append)
+    )
+    thread.start()
+    assert ready.wait(20)
+    with httpx.Client(base_url=urls[0], timeout=20, headers=headers) as http:
+        try:
+            yield Server(harness, urls[0], servers[0], thread, http)
+        finally:
+            servers[0].begin_shutdown()
+            thread.join(20)
+    assert not thread.is_alive()
+    assert not harness.engine.is_alive
+    assert harness.num_leaked_pages == 0
+
+
+HELLO: dict[str, Any] = {
+    "client_name": "test target",
+    "target": {"vocab_size": 1_000, "hidden_size": 4, "num_layers": 3, "target_layer_ids": [0, 2], "dtype": "float32"},
+}
+
+
+def shake_hands(http: httpx.Client, **target: Any) -> str:
+    hello = {**HELLO, "target": {**HELLO["target"], **target}}
+    answer = http.post("/v1/clients", json=hello)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["client_id"])
+
+
+@dataclass
+class Update:
+    """One session of a propose request, with its rows."""
+
+    session_id: str
+    start: int
+    token_ids: Sequence[int]
+    seq: int = 0
+    anchor_token_id: int = 7
+    num_draft_tokens: int = 4
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return {
+            "session_id": self.session_id,
+            "seq": self.seq,
+            "start": self.start,
+            "num_rows": len(self.token_ids),
+            "anchor_token_id": self.anchor_token_id,
+            "num_draft_tokens": self.num_draft_tokens,
+            **self.more,
+        }
+
+
+def features_of(updates: Sequence[Update]) -> torch.Tensor:
+    return torch.cat([make_rows(update.token_ids, update.start) for update in updates])
+
+
+def json_body(client_id: str, *updates: Update, **more: Any) -> dict[str, Any]:
+    return {
+        "client_id": client_id,
+        "sessions": [update.message for update in updates],
+        "token_ids": [token for update in updates for token in update.token_ids],
+        "features": features_of(updates).tolist(),
+        **more,
+    }
+
+
+def to_view(tensor: torch.Tensor) -> TensorView:
+    if tensor.dtype == torch.bfloat16:
+        return TensorView.from_array(tensor.view(torch.uint16).numpy(), is_bfloat16=True)
+    return TensorView.from_array(tensor.numpy())
+
+
+def container_body(
+    client_id: str, *updates: Update, dtype: torch.dtype = torch.float32, features: torch.Tensor | None = None, **more: Any
+) -> bytes:
+    message = {"client_id": client_id, "sessions": [update.message for update in updates], **more}
+    token_ids = np.array([token for update in updates for token in update.token_ids], dtype=np.int32)
+    rows = features_of(updates) if features is None else features
+    return codec.encode(
+        json.dumps(message).encode(),
+        {"token_ids": TensorView.from_array(token_ids), "features": to_view(rows.to(dtype))},
+    )
+
+
+CONTAINER_TYPE = {"content-type": codec.MEDIA_TYPE}
+
+
+def post_container(http: httpx.Client, body: bytes) -> httpx.Response:
+    return http.post("/v1/propose", content=body, headers=CONTAINER_TYPE)
+
+
+def post_json(http: httpx.Client, body: dict[str, Any]) -> httpx.Response:
+    return http.post("/v1/propose", json=body)
+
+
+def reply_of(response: httpx.Response) -> dict[str, Any]:
+    """The message of a reply of either kind."""
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"] == codec.MEDIA_TYPE:
+        return dict(json.loads(codec.decode(response.content).message))
+    return dict(response.json())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert {"message", "type", "code", "param"} <= set(body["error"])
+    assert response.headers["x-request-id"]
+    return dict(body["error"])
+
+
+def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.01)
