@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,7 +66,9 @@ class Harness:
         return self.allocator.num_pages - 1 - self.allocator.num_free
 
 
-def make_harness(model: FakeDrafter | None = None, **limits: object) -> Harness:
+def make_harness(
+    model: FakeDrafter | None = None, on_worker_start: Callable[[], None] = lambda: None, **limits: object
+) -> Harness:
     model = model or FakeDrafter()
     metrics = EngineMetrics()
     allocator = PageAllocator(model.num_pages)
@@ -80,7 +82,8 @@ def make_harness(model: FakeDrafter | None = None, **limits: object) -> Harness:
         prefix_cache=prefix_cache,
         on_evicted=lambda reason, count: metrics.evictions.labels(reason).inc(count),
     )
-    return Harness(model, allocator, prefix_cache, table, resolved, metrics, DraftEngine(model, table, resolved, metrics))
+    engine = DraftEngine(model, table, resolved, metrics, on_worker_start=on_worker_start)
+    return Harness(model, allocator, prefix_cache, table, resolved, metrics, engine)
 
 
 @contextlib.asynccontextmanager
@@ -303,7 +306,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return dict(body["error"])
 
 
-def wait_until(condition: Any, timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
