@@ -10,11 +10,11 @@ from torch import Tensor
 
 from attention.block_attention import BlockAttention, BlockMetadata
 from attention.cache import PagedKVCache, slots_of
-from attention.capabilities import AttentionKind, AttentionProblem
+from attention.capabilities import AttentionProblem
 from attention.selector import DecodePath, Selection
 
 
-def make_problem(kind: AttentionKind = "mla", **changes: object) -> AttentionProblem:
+def make_problem(kind: str = "mla", **changes: object) -> AttentionProblem:
     values: dict[str, object] = {
         "kind": kind,
         "draft_block_size": 4,

@@ -86,7 +86,7 @@ def test_fused_is_flattened_is_dense(case: tuple[AttentionProblem, list[int]], s
 @pytest.mark.parametrize(("backend", "path"), _PATHS)
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
 def test_a_future_row_that_dominates_is_seen_by_every_slot(backend: str, path: DecodePath, kind: str) -> None:
-    problem = make_problem(kind, draft_block_size=2, num_heads=2)  # type: ignore[arg-type]
+    problem = make_problem(kind, draft_block_size=2, num_heads=2)
     query, cache, metadata = make_case(problem, [10])
     direction = torch.full((problem.key_dim,), 4.0)
     last_slot = slots_of(metadata.page_ids[0], 9, 1, problem.page_size)[0]

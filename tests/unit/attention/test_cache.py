@@ -81,7 +81,7 @@ def test_a_pool_needs_a_page_besides_the_reserved_one() -> None:
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_rows_are_found_where_they_were_written(kind: str, dtype: torch.dtype) -> None:
-    problem = make_problem(kind, kv_cache_dtype=dtype)  # type: ignore[arg-type]
+    problem = make_problem(kind, kv_cache_dtype=dtype)
     cache = PagedKVCache.for_problem(problem, num_layers=2, num_pages=6)
     pages = [4, 1, 3]
     rows = torch.randn(7, *problem.row_shape)

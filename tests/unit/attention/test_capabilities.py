@@ -47,7 +47,7 @@ _ANY = AttentionCapabilities(
 )
 def test_each_limit_has_its_own_reason(claims: dict[str, object], asked: dict[str, object], word: str) -> None:
     capabilities = replace(_ANY, **claims)  # type: ignore[arg-type]
-    reasons = capabilities.unsupported_reasons(make_problem(**asked))
+    reasons = capabilities.unsupported_reasons(make_problem(**asked))  # type: ignore[arg-type]
     assert len(reasons) == 1
     assert word in reasons[0]
 
@@ -163,7 +163,7 @@ def test_some_backend_serves_every_problem_on_a_cpu(
     kind: str, dtype: torch.dtype, kv_cache_dtype: torch.dtype, sliding_window: int | None
 ) -> None:
     problem = make_problem(
-        kind,  # type: ignore[arg-type]
+        kind,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         sliding_window=sliding_window,
@@ -200,4 +200,4 @@ def test_device_reasons(capability: tuple[int, int] | None, is_usable: bool) -> 
 )
 def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"must|has one|not a multiple"):
-        make_problem(**changes)
+        make_problem(**changes)  # type: ignore[arg-type]

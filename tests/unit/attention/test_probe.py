@@ -124,7 +124,7 @@ def test_honest_backends_pass(
     for kv_cache_dtype in (dtype, torch.float8_e4m3fn):
         for slots in (1, 2, 7):
             problem = make_problem(
-                kind,  # type: ignore[arg-type]
+                kind,
                 draft_block_size=slots,
                 dtype=dtype,
                 kv_cache_dtype=kv_cache_dtype,
