@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Protocol, TypeVar
+
+from torch import Tensor
 
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 from service.batching import CallQueue, StepPlan, plan_step, take_in
@@ -225,6 +226,7 @@ class DraftEngine:
 
     def _step(self) -> None:
         plan = self._admit()
+        self._metrics.publish_acceptance()
         self._write_interactive(plan)
         self._draft(plan)
         self._reply(plan.interactive)
@@ -282,7 +284,7 @@ class DraftEngine:
     def _without_impossible_drafts(self, change: SessionChange) -> SessionChange:
         """Ask for no drafts where the block would pass the context limit: that is a legal answer, not an error."""
         if change.start + change.num_rows + change.scratch_rows > self._limits.max_context:
-            return replace(change, scratch_rows=0)
+            return change._replace(scratch_rows=0)
         return change
 
     def _write_interactive(self, plan: StepPlan) -> None:
@@ -306,14 +308,13 @@ class DraftEngine:
         began = time.perf_counter()
         writes = []
         for work, num_rows in parts:
-            session, first, last = _session_of(work), work.rows_done, work.rows_done + num_rows
-            rows = work.features[first:last]  # type: ignore[index]
+            session = _session_of(work)
             writes.append(
                 ContextWrite(
                     page_ids=session.pages,
                     first_row=session.span.num_rows,
                     position=session.span.committed_end,
-                    features=rows,
+                    features=_next_rows(work, num_rows),
                     is_projected=work.is_projected,
                 )
             )
@@ -491,6 +492,14 @@ def _draft_request(work: SessionWork) -> DraftRequest:
         draft_probs_topk=work.draft_probs_topk,
         rng_counter=session.span.committed_end,
     )
+
+
+def _next_rows(work: SessionWork, num_rows: int) -> Tensor:
+    if work.features is None:
+        raise RuntimeError("a work item without rows was to be written")
+    if num_rows == len(work.features):
+        return work.features
+    return work.features[work.rows_done : work.rows_done + num_rows]
 
 
 def _session_of(work: SessionWork) -> Session:

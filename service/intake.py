@@ -7,6 +7,7 @@ neighbours are served.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -220,7 +221,7 @@ def _is_finite(features: Tensor) -> bool:
     if not features.numel():
         return True
     low, high = torch.aminmax(features)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _check_finite(index: int, features: Tensor) -> ApiError | None:

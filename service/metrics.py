@@ -8,6 +8,7 @@ Acceptance is learnt, not reported: the rows of the next update tell which of th
 
 from __future__ import annotations
 
+from collections import Counter as TallyCounter
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -37,6 +38,7 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
+        self._accepted: TallyCounter[tuple[str, str, int]] = TallyCounter()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"draft_engine_{name}", text, labels, registry=registry)
@@ -85,13 +87,18 @@ class EngineMetrics:
         Gauge(f"draft_engine_{name}", text, registry=self.registry).set_function(read)
 
     def saw_acceptance(self, accepted: int, position: int, coverage: float) -> None:
-        """Count one verified draft: the target kept its first `accepted` tokens."""
-        labels = (context_bucket(position), coverage_bucket(coverage))
-        self.verified_drafts.labels(*labels).inc()
-        if accepted:
-            self.accepted_tokens.labels(*labels).inc(accepted)
-        for place in range(accepted):
-            self.accepted_tokens_per_position.labels(str(place)).inc()
+        """Take note of one verified draft: the target kept its first `accepted` tokens. For the worker thread."""
+        self._accepted[context_bucket(position), coverage_bucket(coverage), accepted] += 1
+
+    def publish_acceptance(self) -> None:
+        """Count what was noted. A counter is too slow for every token of every session, so a step counts them together."""
+        for (context, coverage, accepted), count in self._accepted.items():
+            self.verified_drafts.labels(context, coverage).inc(count)
+            if accepted:
+                self.accepted_tokens.labels(context, coverage).inc(accepted * count)
+            for place in range(accepted):
+                self.accepted_tokens_per_position.labels(str(place)).inc(count)
+        self._accepted.clear()
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attention.cache import OutOfPages, PageAllocator
@@ -36,8 +36,7 @@ class SessionKey(NamedTuple):
     session_id: str
 
 
-@dataclass(frozen=True)
-class ContextSpan:
+class ContextSpan(NamedTuple):
     """Which positions the rows of a session stand for; half-open intervals, see the module docstring."""
 
     prefix_rows: int = 0
@@ -57,14 +56,14 @@ class ContextSpan:
     def truncated(self, position: int) -> ContextSpan:
         """The span after everything at or after `position` is gone; `position` <= committed_end."""
         if position >= self.context_start:
-            return replace(self, committed_end=position)
+            return ContextSpan(self.prefix_rows, self.context_start, position)
         if position <= self.prefix_rows:
             return ContextSpan(committed_end=position)
-        return replace(self, context_start=position, committed_end=position)
+        return ContextSpan(self.prefix_rows, position, position)
 
     def extended(self, num_rows: int) -> ContextSpan:
         """The span after `num_rows` more rows."""
-        return replace(self, committed_end=self.committed_end + num_rows)
+        return ContextSpan(self.prefix_rows, self.context_start, self.committed_end + num_rows)
 
     @classmethod
     def opened(cls, start: int, attached_rows: int) -> ContextSpan:
@@ -94,8 +93,7 @@ class Session:
         return self.span.num_rows / self.span.committed_end if self.span.committed_end else 1.0
 
 
-@dataclass(frozen=True)
-class SessionChange:
+class SessionChange(NamedTuple):
     """What an update asks of the table, as numbers; the rows themselves do not come here.
 
     `prefix_token_ids` are the tokens of positions [0, start) where the caller names them, for the prefix cache.
@@ -276,6 +274,11 @@ class SessionTable:
         end_row = first_row + change.num_rows + change.scratch_rows
         first_page = first_row // self._page_size
         num_pages = -(-end_row // self._page_size)
+        if num_pages == len(session.pages) and all(
+            self._allocator.reference_count(page) == 1 for page in session.pages[first_page:]
+        ):
+            self._truncate(session, span)
+            return
         # Pages from the first one to be written on may be shared with the prefix cache or another session.
         writable = [page for page in session.pages[first_page:num_pages] if self._allocator.reference_count(page) == 1]
         fresh = self._allocate(num_pages - first_page - len(writable), now, busy, is_new=is_new)
@@ -298,6 +301,9 @@ class SessionTable:
                 new_tail.append(page)
         session.pages = kept + new_tail
         self._allocator.release(released)
+        self._truncate(session, span)
+
+    def _truncate(self, session: Session, span: ContextSpan) -> None:
         session.span = span
         if session.chain is not None:
             if span.is_complete:
