@@ -267,12 +267,12 @@ def _members(draft: TensorReader, vocab: int) -> Tensor:
 
 
 def _is_injection(ids: Tensor, vocab: int) -> bool:
-    return bool(len(ids.unique()) == len(ids) and ids.min() >= 0 and ids.max() < vocab)
+    return bool(len(torch.unique(ids)) == len(ids) and ids.min() >= 0 and ids.max() < vocab)
 
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt", device="cpu").__enter__()
+        return safe_open(file, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from attention.backends import default_backends
 from attention.block_attention import BlockAttention, BlockMetadata
-from attention.cache import PagedKVCache
+from attention.cache import PagedKVCache, slots_of
 from attention.selector import Selection, select_backend
 from draft_model.backbone.base import Backbone, DraftBlocks
 from draft_model.backbone.mla import MlaBackbone
@@ -225,10 +225,12 @@ class Drafter:
             DraftRequestError: rows of the wrong width.
         """
         states = [self._context_states(write) for write in writes]
-        counts = [len(part) for part in states]
-        positions = [torch.arange(w.position, w.position + n) for w, n in zip(writes, counts, strict=True)]
-        slots = [self._slots(w.page_ids, w.first_row, n) for w, n in zip(writes, counts, strict=True)]
-        self._backbone.write_context(_cat(states), self._rotation(_cat(positions)), _cat(slots).to(self.device), self.cache)
+        positions: list[int] = []
+        slots: list[int] = []
+        for write, rows in zip(writes, states, strict=True):
+            positions += range(write.position, write.position + len(rows))
+            slots += slots_of(write.page_ids, write.first_row, len(rows), self.page_size)
+        self._backbone.write_context(_cat(states), self._rotation(positions), self._indices(slots), self.cache)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
@@ -295,16 +297,18 @@ class Drafter:
         x = F.embedding(ids.view(-1), self._embedding).to(self.dtype)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
-        starts = torch.tensor([request.position for request in requests])
-        positions = (starts[:, None] + torch.arange(size)).view(-1)
-        slots = _cat([self._slots(request.page_ids, request.num_rows, size) for request in requests])
+        positions: list[int] = []
+        slots: list[int] = []
+        for request in requests:
+            positions += range(request.position, request.position + size)
+            slots += slots_of(request.page_ids, request.num_rows, size, self.page_size)
         metadata = BlockMetadata.build(
             [request.page_ids for request in requests],
             [request.num_rows + size for request in requests],
             page_size=self.page_size,
             device=self.device,
         )
-        blocks = DraftBlocks(batch, self._rotation(positions), slots.to(self.device), metadata)
+        blocks = DraftBlocks(batch, self._rotation(positions), self._indices(slots), metadata)
         return self._backbone.forward(x, blocks, self.cache, self._attention)
 
     def _proposals(
@@ -338,16 +342,11 @@ class Drafter:
             )
         return request.num_draft_tokens
 
-    def _rotation(self, positions: Tensor) -> Rotation:
-        return self._rotary(positions.to(self.device))
+    def _rotation(self, positions: Sequence[int]) -> Rotation:
+        return self._rotary(self._indices(positions))
 
-    def _slots(self, page_ids: Sequence[int], first_row: int, count: int) -> Tensor:
-        """Return the pool slots of rows [first_row, first_row + count) of a session."""
-        size = self.page_size
-        first_page, last_page = first_row // size, -(-(first_row + count) // size)
-        slots = (torch.tensor(page_ids[first_page:last_page])[:, None] * size + torch.arange(size)).view(-1)
-        offset = first_row - first_page * size
-        return slots[offset : offset + count]
+    def _indices(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self._draft_to_target is None else self._draft_to_target[draft_ids]

@@ -95,8 +95,8 @@ class RnnHead(_RankBias):
     def step(self, embedded: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `MarkovHead.step`."""
         if state is None:
-            state = self.start(len(embedded))
-        joint = self._joint(torch.cat([state, embedded, hidden], dim=-1))  # type: ignore[list-item]
+            state = torch.zeros_like(embedded)
+        joint = self._joint(torch.cat([state, embedded, hidden], dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         return self._w2(torch.tanh(output)), gate * state + (1 - gate) * torch.tanh(candidate)

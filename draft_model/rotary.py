@@ -235,7 +235,7 @@ class Rotation:
         rotated = x[..., :rotary_dim].float()
         turns = self.turns[:, None]
         if self.interleaved:
-            turned = torch.view_as_real(torch.view_as_complex(rotated.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+            turned = torch.view_as_real(torch.view_as_complex(rotated.reshape(*rotated.shape[:-1], -1, 2)) * turns).flatten(-2)
         else:
             pairs = torch.complex(*rotated.chunk(2, dim=-1)) * turns
             turned = torch.cat([pairs.real, pairs.imag], dim=-1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -203,7 +203,7 @@ class TargetModel:
             return cls(config, tensors, weight_dtype)
         except KeyError as error:
             raise CheckpointError(f"{path / 'model.safetensors'}: tensor {error.args[0]} is missing") from None
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"{path / 'model.safetensors'} cannot be read: {error}") from None
 
     def _build_layer(self, tensors: dict[str, Tensor], index: int) -> _Layer:

@@ -73,18 +73,14 @@ class MlaBackbone:
         self, layer: int, *, page_size: int, device: torch.device, dtype: torch.dtype, kv_cache_dtype: torch.dtype
     ) -> AttentionProblem:
         """See `Backbone`."""
-        return AttentionProblem(
-            kind="mla",
-            draft_block_size=self.config.draft_block_size,
-            num_heads=self.config.num_heads,
-            num_kv_heads=1,
-            key_dim=self._geometry.latent_dim,
-            value_dim=self._geometry.kv_lora_rank,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
+        return mla_problem(
+            self.config,
+            self._geometry,
+            layer=layer,
             page_size=page_size,
             device=device,
-            sliding_window=self.config.layer_windows[layer],
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     def write_context(self, states: Tensor, rotation: Rotation, slot_mapping: Tensor, cache: PagedKVCache) -> None:
@@ -99,10 +95,10 @@ class MlaBackbone:
         rows, heads, latent = len(x), config.num_heads, geometry.kv_lora_rank
         split = [geometry.q_lora_rank, geometry.latent_dim]
         for index, layer in enumerate(self._layers):
-            compressed, kv_a = layer.query_kv_a(rms_norm(x, layer.input_norm, eps)).split(split, dim=-1)
+            compressed, kv_a = torch.split(layer.query_kv_a(rms_norm(x, layer.input_norm, eps)), split, dim=-1)
             cache.write(index, blocks.slot_mapping, self._latent_rows(kv_a, layer, blocks.rotation))
             query = layer.query_b(rms_norm(compressed, layer.query_norm, eps)).view(rows, heads, -1)
-            nope, rope = query.split([geometry.qk_nope_head_dim, geometry.qk_rope_head_dim], dim=-1)
+            nope, rope = torch.split(query, [geometry.qk_nope_head_dim, geometry.qk_rope_head_dim], dim=-1)
             absorbed = query.new_empty(rows, heads, geometry.latent_dim)
             absorbed[..., :latent] = torch.bmm(nope.transpose(0, 1), layer.key_up).transpose(0, 1)
             absorbed[..., latent:] = blocks.rotation.apply(rope)
@@ -120,7 +116,7 @@ class MlaBackbone:
 
     def _latent_rows(self, kv_a: Tensor, layer: _Layer, rotation: Rotation) -> Tensor:
         """Make cache rows [m, L + R] of projected rows [m, L + R]."""
-        latent, rope = kv_a.split([self._geometry.kv_lora_rank, self._geometry.qk_rope_head_dim], dim=-1)
+        latent, rope = torch.split(kv_a, [self._geometry.kv_lora_rank, self._geometry.qk_rope_head_dim], dim=-1)
         rope = rotation.apply(rope[:, None])[:, 0]
         return torch.cat([rms_norm(latent, layer.latent_norm, self.config.rms_norm_eps), rope], dim=-1)
 
@@ -139,7 +135,8 @@ class MlaBackbone:
         query_a = tensors.take(attention + "q_a_proj.weight", geometry.q_lora_rank, config.hidden_size)
         query_b = tensors.take(attention + "q_b_proj.weight", heads * (nope + geometry.qk_rope_head_dim), geometry.q_lora_rank)
         kv_b = tensors.take(attention + "kv_b_proj.weight", heads * (nope + value), geometry.kv_lora_rank)
-        key_up, value_up = kv_b.to(device, self._compute_dtype).view(heads, nope + value, -1).split([nope, value], dim=1)
+        kv_up = kv_b.to(device, self._compute_dtype).view(heads, nope + value, -1)
+        key_up, value_up = torch.split(kv_up, [nope, value], dim=1)
         output = tensors.take(attention + "o_proj.weight", config.hidden_size, heads * value)
         return _Layer(
             input_norm=self._take_norm(tensors, prefix + "input_layernorm.weight", config.hidden_size),
@@ -153,3 +150,29 @@ class MlaBackbone:
             post_attention_norm=self._take_norm(tensors, prefix + "post_attention_layernorm.weight", config.hidden_size),
             mlp=Mlp(config, tensors, prefix + "mlp", self._dtype, device),
         )
+
+
+def mla_problem(
+    config: DraftConfig,
+    geometry: MlaGeometry,
+    *,
+    layer: int,
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+) -> AttentionProblem:
+    """Say what a layer of an MLA draft needs of an attention backend."""
+    return AttentionProblem(
+        kind="mla",
+        draft_block_size=config.draft_block_size,
+        num_heads=config.num_heads,
+        num_kv_heads=1,
+        key_dim=geometry.latent_dim,
+        value_dim=geometry.kv_lora_rank,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        page_size=page_size,
+        device=device,
+        sliding_window=config.layer_windows[layer],
+    )

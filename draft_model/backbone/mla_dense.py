@@ -84,7 +84,7 @@ class MlaAttention(nn.Module):
         rope = rotate_interleaved(rope, rotation)[:, None].expand(-1, shape.num_heads, -1, -1)
         return torch.cat([nope, rope], dim=-1), value
 
-    def forward(self, x: Tensor, context: tuple[Tensor, Tensor], visible: Tensor, rotation: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: tuple[Tensor, Tensor], visible: Tensor, rotation: Tensor, block_size: int) -> Tensor:
         """Attend from block rows.
 
         Args:
@@ -92,11 +92,12 @@ class MlaAttention(nn.Module):
             context: keys [B, H, N, P + R] and values [B, H, N, v]
             visible: [B, 1, A * S, N] bool, True where a slot may see a context row
             rotation: [B, A * S, R / 2] complex64
+            block_size: S
         Returns:
             [B, A * S, E]
         """
         shape = self.shape
-        batch, rows, slots = x.shape[0], x.shape[1], self.block_size
+        batch, rows, slots = x.shape[0], x.shape[1], block_size
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, rows, shape.num_heads, -1).transpose(1, 2)
         nope, rope = query.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1)
         query = torch.cat([nope, rotate_interleaved(rope, rotation[:, None])], dim=-1) * self.scale
@@ -105,14 +106,12 @@ class MlaAttention(nn.Module):
         to_context = (query @ context[0].transpose(-1, -2)).masked_fill(~visible, float("-inf"))
         to_block = query.view(blocks) @ keys.view(blocks).transpose(-1, -2)
         weights = torch.cat([to_context, to_block.reshape(batch, shape.num_heads, rows, slots)], dim=-1).softmax(-1)
-        on_context, on_block = weights.split([context[0].shape[2], slots], dim=-1)
+        on_context, on_block = torch.split(weights, [context[0].shape[2], slots], dim=-1)
         mixed = on_context @ context[1] + (on_block.reshape(blocks) @ values.view(blocks)).view(
             batch, shape.num_heads, rows, -1
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, rows, -1))
         return out
-
-    block_size: int = 1
 
 
 class Mlp(nn.Module):
@@ -140,10 +139,13 @@ class MlaLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape.hidden_size, shape.intermediate_size)
 
-    def forward(self, x: Tensor, context: Tensor, visible: Tensor, rotation: Tensor, context_rotation: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor, visible: Tensor, rotation: Tensor, context_rotation: Tensor, block_size: int
+    ) -> Tensor:
         """Map block states [B, A * S, E]; the context [B, N, E] enters without the input norm."""
         attention = self.self_attn
-        x = x + attention(self.input_layernorm(x), attention.expand(context, context_rotation), visible, rotation)
+        keys_values = attention.expand(context, context_rotation)
+        x = x + attention(self.input_layernorm(x), keys_values, visible, rotation, block_size)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -223,8 +225,7 @@ class DenseMlaDraft(nn.Module):
         visible = context_positions < anchors.repeat_interleave(block_size, dim=1)[:, None, :, None]
         rotation, context_rotation = self.rotation(positions), self.rotation(context_positions)[None]
         for layer in self.layers:
-            layer.self_attn.block_size = block_size
-            x = layer(x, context, visible, rotation, context_rotation)
+            x = layer(x, context, visible, rotation, context_rotation, block_size)
         out: Tensor = self.final_norm(x).view(batch, count, block_size, -1)
         return out
 
