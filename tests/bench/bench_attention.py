@@ -2,7 +2,7 @@
 
 Fused reads a request's rows once, flattened once per slot; how much that saves depends on what the products cost. Each cell
 also says how close fused comes to the limit of the machine: the larger of its arithmetic at the speed of a large matrix
-product and its bytes at the speed of a large copy, both measured in the same run.
+product and its bytes at the speed of a large copy, both measured just before it.
 
 The three ways of a cell take turns, so that whatever else the machine does hits all of them, and the quartile that other
 processes disturb least is reported. `--quick` runs the cells that the figures are about.
@@ -38,6 +38,23 @@ _MIN_ROUNDS, _CELL_SECONDS = 5, 1.5
 # The embedded drafter's own block: a lone request on a short context.
 _SERVED_HEADS, _SERVED_SLOTS, _SERVED_CONTEXTS = 9, 4, (300, 2000)
 
+_HEADER = (
+    "dtype     heads slots batch context    fused ms  flattened ms  dense SDPA ms  flat/fused  of limit  us/query row"
+    "  GFLOP/s  GB/s"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the machine can do at most, as measured."""
+
+    gemm_gflops: float
+    copy_gbytes_s: float
+
+    def limit_ms(self, flops: float, num_bytes: float) -> float:
+        """The shortest time for some arithmetic over some bytes."""
+        return max(flops / self.gemm_gflops, num_bytes / self.copy_gbytes_s) / 1e6
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -53,6 +70,7 @@ class Cell:
     flattened_ms: float
     dense_ms: float
     limit_ms: float
+    machine: Machine
 
     @property
     def ratio(self) -> float:
@@ -68,18 +86,6 @@ class Cell:
     def us_per_query_row(self) -> float:
         """Fused time of one slot of one request."""
         return 1000 * self.fused_ms / (self.batch_size * self.num_slots)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the machine can do at most, as measured."""
-
-    gemm_gflops: float
-    copy_gbytes_s: float
-
-    def limit_ms(self, flops: float, num_bytes: float) -> float:
-        """The shortest time for some arithmetic over some bytes."""
-        return max(flops / self.gemm_gflops, num_bytes / self.copy_gbytes_s) / 1e6
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -102,16 +108,16 @@ def _take_turns(runs: Sequence[Callable[[], object]]) -> tuple[list[float], int]
 
 def measure_machine() -> Machine:
     """A large matrix product in float32 and a large copy."""
-    size = 2048
+    size = 1536
     left, right = torch.randn(size, size), torch.randn(size, size)
-    product = min(_seconds(lambda: torch.mm(left, right)) for _ in range(6))
+    product = min(_seconds(lambda: torch.mm(left, right)) for _ in range(4))
     source = torch.ones(2**26)
     destination = torch.empty_like(source)
-    copy = min(_seconds(lambda: destination.copy_(source)) for _ in range(6))
+    copy = min(_seconds(lambda: destination.copy_(source)) for _ in range(4))
     return Machine(2 * size**3 / product / 1e9, 2 * source.nbytes / copy / 1e9)
 
 
-def measure_cell(machine: Machine, dtype: torch.dtype, num_heads: int, num_slots: int, batch_size: int, context: int) -> Cell:
+def measure_cell(dtype: torch.dtype, num_heads: int, num_slots: int, batch_size: int, context: int) -> Cell:
     """Time one shape; every request has pages of its own."""
     problem = AttentionProblem(
         kind="mla",
@@ -135,6 +141,7 @@ def measure_cell(machine: Machine, dtype: torch.dtype, num_heads: int, num_slots
 
     rows = torch.stack([cache.rows(0)[own[0] * _PAGE_SIZE :][:context] for own in page_ids]).unsqueeze(1)
     folded = query.view(batch_size, 1, num_slots * num_heads, -1)
+    machine = measure_machine()
     times, rounds = _take_turns(
         [
             lambda: fused.forward(query, cache, 0, metadata, softmax_scale=_SCALE),
@@ -146,7 +153,7 @@ def measure_cell(machine: Machine, dtype: torch.dtype, num_heads: int, num_slots
     flops = 2.0 * visits * num_slots * num_heads * (problem.key_dim + _LATENT)
     limit_ms = machine.limit_ms(flops, visits * problem.key_dim * dtype.itemsize)
     name = str(dtype).removeprefix("torch.")
-    return Cell(name, num_heads, num_slots, batch_size, context, rounds, times[0], times[1], times[2], limit_ms)
+    return Cell(name, num_heads, num_slots, batch_size, context, rounds, times[0], times[1], times[2], limit_ms, machine)
 
 
 def _figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -182,7 +189,8 @@ def _say(line: str) -> None:
 def _line(cell: Cell) -> str:
     shape = f"{cell.dtype:9} {cell.num_heads:5} {cell.num_slots:5} {cell.batch_size:5} {cell.context:7}"
     times = f"{cell.fused_ms:11.3f} {cell.flattened_ms:13.3f} {cell.dense_ms:14.3f}"
-    return f"{shape} {times} {cell.ratio:10.2f}x {cell.share_of_limit:9.0%} {cell.us_per_query_row:13.1f}"
+    rates = f"{cell.machine.gemm_gflops:8.0f} {cell.machine.copy_gbytes_s:5.1f}"
+    return f"{shape} {times} {cell.ratio:9.2f}x {cell.share_of_limit:9.0%} {cell.us_per_query_row:13.1f} {rates}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,17 +205,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = [(torch.float32, _SERVED_HEADS, _SERVED_SLOTS, 1, context) for context in _SERVED_CONTEXTS]
     shapes += [(dtype, h, _SLOTS, b, c) for dtype, h, b, c in itertools.product(dtypes, heads, batches, contexts)]
 
-    machine = measure_machine()
-    _say(
-        f"limit: {machine.gemm_gflops:.0f} GFLOP/s float32 product, {machine.copy_gbytes_s:.1f} GB/s copy; MLA 512 + 64, page 64"
-    )
-    _say(
-        "dtype     heads slots batch context    fused ms  flattened ms  dense SDPA ms  flattened/fused  of limit  us/query row"
-    )
+    _say(_HEADER)
     cells = []
     with torch.inference_mode():
         for shape in shapes:
-            cell = measure_cell(machine, *shape)
+            cell = measure_cell(*shape)
             cells.append(cell)
             _say(_line(cell))
     figures = _figures(cells)
@@ -221,7 +223,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "python": platform.python_version(),
         "device": platform.processor() or platform.machine(),
         "num_threads": torch.get_num_threads(),
-        "machine": asdict(machine),
         "cells": [asdict(cell) for cell in cells],
         "figures": figures,
     }
