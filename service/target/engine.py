@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from draft_engine_client.client import Drafts, SessionStep
+from draft_engine_client.client import ClientStats, Drafts, SessionStep
 from draft_engine_client.verification import verify_greedy, verify_sampled
 from draft_engine_client.wire import Sampling
 from numpy.typing import NDArray
@@ -50,8 +50,8 @@ class DraftSource(Protocol):
         """Say that sessions are over."""
 
     @property
-    def server_seconds(self) -> float:
-        """Time spent inside the draft server by the last `propose`."""
+    def stats(self) -> ClientStats:
+        """Counters since the start."""
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,8 @@ class TargetEngine:
         if not sequences:
             return
         began = time.perf_counter()
-        drafts = self._draft(sequences)
+        drafts, server = self._draft(sequences)
         drafted = time.perf_counter()
-        server = 0.0 if self._drafts is None else min(self._drafts.server_seconds, drafted - began)
 
         width = 1 + max(len(draft.token_ids) for draft in drafts)
         token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
@@ -252,15 +251,18 @@ class TargetEngine:
             self._commit(sequence, new_token_ids)
         self._leave([sequence for sequence in sequences if sequence.finish_reason is not None])
 
-    def _draft(self, sequences: list[Sequence]) -> list[Drafts]:
+    def _draft(self, sequences: list[Sequence]) -> tuple[list[Drafts], float]:
+        """Get one answer for each sequence, and the seconds that the draft server worked on them."""
         wanting = [sequence for sequence in sequences if sequence.drafts_wanted]
         if self._drafts is None or not wanting:
-            return [_NO_DRAFTS] * len(sequences)
+            return [_NO_DRAFTS] * len(sequences), 0.0
         steps = [self._session_step(sequence) for sequence in wanting]
+        before = self._drafts.stats.server_seconds
         answers = dict(zip((id(sequence) for sequence in wanting), self._drafts.propose(steps), strict=True))
+        server = self._drafts.stats.server_seconds - before
         for sequence in wanting:
             sequence.features_start, sequence.features = sequence.num_fed, []
-        return [answers.get(id(sequence), _NO_DRAFTS) for sequence in sequences]
+        return [answers.get(id(sequence), _NO_DRAFTS) for sequence in sequences], server
 
     def _session_step(self, sequence: Sequence) -> SessionStep:
         sampling = sequence.request.sampling
