@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.backends import default_backends
-from attention.block_attention import BlockAttention, BlockMetadata
+from attention.block_attention import BlockMetadata
 from attention.cache import PagedKVCache, slots_of
-from attention.selector import Selection, select_backend
-from draft_model.backbone.base import Backbone, DraftBlocks
+from attention.probe import open_attention
+from attention.selector import Selection
+from draft_model.backbone.base import Backbone, DraftBlocks, attention_problem
+from draft_model.backbone.gqa import GqaBackbone
 from draft_model.backbone.mla import MlaBackbone
 from draft_model.checkpoint import TensorReader, Vocabulary, load_vocabulary
 from draft_model.checkpoint import fingerprint as fingerprint_of
@@ -135,7 +136,7 @@ class Drafter:
 
         Raises:
             CheckpointError: a tensor is missing, left over or does not fit; or the pool has room for no page.
-            AttentionError: no backend can serve a layer.
+            AttentionSelectionError: no path of any backend can serve a layer.
         """
         self.config, self.fingerprint = config, fingerprint
         self.device, self.dtype = device, compute_dtype(weight_dtype, device)
@@ -157,19 +158,12 @@ class Drafter:
                 f"({config.num_layers} layers of {row_bytes} bytes a row)"
             )
         problems = [
-            self._backbone.attention_problem(
-                layer, page_size=page_size, device=device, dtype=self.dtype, kv_cache_dtype=self.dtype
-            )
+            attention_problem(config, layer, page_size=page_size, device=device, dtype=self.dtype)
             for layer in range(config.num_layers)
         ]
         self.cache = PagedKVCache.for_problem(problems[0], num_layers=config.num_layers, num_pages=num_pages)
-        candidates = default_backends()
-        self.selections: tuple[Selection, ...] = tuple(
-            select_backend(problem, candidates, attention_backend) for problem in problems
-        )
-        self._attention = [
-            BlockAttention(selection, problem) for selection, problem in zip(self.selections, problems, strict=True)
-        ]
+        self._attention = open_attention(problems, attention_backend)
+        self.selections: tuple[Selection, ...] = tuple(attention.selection for attention in self._attention)
         self._first_slot = 0 if config.sample_from_anchor else 1
 
     @classmethod
@@ -355,7 +349,7 @@ class Drafter:
 def _load_backbone(config: DraftConfig, tensors: TensorReader, dtype: torch.dtype, device: torch.device) -> Backbone:
     if isinstance(config.attention, MlaGeometry):
         return MlaBackbone(config, config.attention, tensors, dtype, device)
-    raise CheckpointError(f"{tensors.folder}: grouped-query attention drafts ({config.source_format}) cannot be served yet")
+    return GqaBackbone(config, config.attention, tensors, dtype, device)
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

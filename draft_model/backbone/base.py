@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from attention.block_attention import BlockAttention, BlockMetadata
 from attention.cache import PagedKVCache
-from attention.capabilities import AttentionProblem
+from attention.capabilities import AttentionKind, AttentionProblem
 from draft_model.checkpoint import TensorReader
-from draft_model.config import DraftConfig, HiddenAct
+from draft_model.config import DraftConfig, HiddenAct, MlaGeometry
 from draft_model.linear import Linear, rms_norm
 from draft_model.rotary import Rotation
 
@@ -42,11 +42,6 @@ class DraftBlocks:
 class Backbone(Protocol):
     """The decoder of a draft model, over paged context rows."""
 
-    def attention_problem(
-        self, layer: int, *, page_size: int, device: torch.device, dtype: torch.dtype, kv_cache_dtype: torch.dtype
-    ) -> AttentionProblem:
-        """Say what a layer needs of an attention backend."""
-
     def project(self, features: Tensor) -> Tensor:
         """Fuse raw features [n, F] into the context states [n, E] that every layer reads."""
 
@@ -55,6 +50,46 @@ class Backbone(Protocol):
 
     def forward(self, x: Tensor, blocks: DraftBlocks, cache: PagedKVCache, attention: Sequence[BlockAttention]) -> Tensor:
         """Map embedded block tokens [T, E] to final normed states [T, E]; writes the block's own rows on the way."""
+
+
+def attention_problem(
+    config: DraftConfig,
+    layer: int,
+    *,
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype | None = None,
+) -> AttentionProblem:
+    """Say what a draft layer needs of an attention backend.
+
+    Args:
+        config: of the draft.
+        layer: of the draft.
+        page_size: rows in a page.
+        device: where the pool lies.
+        dtype: of queries.
+        kv_cache_dtype: of the rows in the pool; None for that of queries.
+    """
+    geometry = config.attention
+    kind: AttentionKind
+    if isinstance(geometry, MlaGeometry):
+        kind, num_kv_heads, key_dim, value_dim = "mla", 1, geometry.latent_dim, geometry.kv_lora_rank
+    else:
+        kind, num_kv_heads, key_dim, value_dim = "gqa", geometry.num_kv_heads, geometry.head_dim, geometry.head_dim
+    return AttentionProblem(
+        kind=kind,
+        draft_block_size=config.draft_block_size,
+        num_heads=config.num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        kv_cache_dtype=dtype if kv_cache_dtype is None else kv_cache_dtype,
+        page_size=page_size,
+        device=device,
+        sliding_window=config.layer_windows[layer],
+    )
 
 
 class ContextProjection:

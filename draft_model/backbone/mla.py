@@ -19,7 +19,6 @@ from torch import Tensor
 
 from attention.block_attention import BlockAttention
 from attention.cache import PagedKVCache
-from attention.capabilities import AttentionProblem
 from draft_model.backbone.base import ContextProjection, DraftBlocks, Mlp
 from draft_model.checkpoint import TensorReader
 from draft_model.config import DraftConfig, MlaGeometry
@@ -68,20 +67,6 @@ class MlaBackbone:
         self._layers = [self._build_layer(tensors, index, kv_a[index]) for index in range(config.num_layers)]
         self._final_norm = self._take_norm(tensors, "final_norm.weight", config.hidden_size)
         self._softmax_scale = (geometry.qk_nope_head_dim + geometry.qk_rope_head_dim) ** -0.5 * config.rope.softmax_factor
-
-    def attention_problem(
-        self, layer: int, *, page_size: int, device: torch.device, dtype: torch.dtype, kv_cache_dtype: torch.dtype
-    ) -> AttentionProblem:
-        """See `Backbone`."""
-        return mla_problem(
-            self.config,
-            self._geometry,
-            layer=layer,
-            page_size=page_size,
-            device=device,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-        )
 
     def write_context(self, states: Tensor, rotation: Rotation, slot_mapping: Tensor, cache: PagedKVCache) -> None:
         """See `Backbone`."""
@@ -150,29 +135,3 @@ class MlaBackbone:
             post_attention_norm=self._take_norm(tensors, prefix + "post_attention_layernorm.weight", config.hidden_size),
             mlp=Mlp(config, tensors, prefix + "mlp", self._dtype, device),
         )
-
-
-def mla_problem(
-    config: DraftConfig,
-    geometry: MlaGeometry,
-    *,
-    layer: int,
-    page_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_cache_dtype: torch.dtype,
-) -> AttentionProblem:
-    """Say what a layer of an MLA draft needs of an attention backend."""
-    return AttentionProblem(
-        kind="mla",
-        draft_block_size=config.draft_block_size,
-        num_heads=config.num_heads,
-        num_kv_heads=1,
-        key_dim=geometry.latent_dim,
-        value_dim=geometry.kv_lora_rank,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        page_size=page_size,
-        device=device,
-        sliding_window=config.layer_windows[layer],
-    )
