@@ -11,7 +11,7 @@ from rich.table import Table
 
 from attention.backends import default_backends
 from attention.selector import AttentionSelectionError, select_backend
-from draft_model.backbone.mla import mla_problem
+from draft_model.backbone.base import attention_problem
 from draft_model.checkpoint import TensorReader, fingerprint
 from draft_model.config import DraftConfig, MlaGeometry
 from draft_model.formats import load_config
@@ -58,7 +58,8 @@ def describe(config: DraftConfig) -> dict[str, str]:
         "backbone": f"{config.num_layers} layers, hidden {config.hidden_size}, MLP {config.intermediate_size}",
         "attention": geometry,
         "block": f"{config.draft_block_size} slots, {config.max_draft_tokens} drafts",
-        "heads": f"Markov {config.head_type} (rank {config.markov_rank}), confidence {'yes' if config.has_confidence else 'no'}",
+        "heads": f"Markov {config.head_type} (rank {config.markov_rank}), "
+        f"confidence {'yes' if config.has_confidence else 'no'}",
         "vocabulary": f"{config.draft_vocab_size:,} draft tokens of {config.vocab_size:,}",
         "target": f"hidden {config.target_hidden_size}, {config.target_num_layers or '?'} layers, "
         f"features of layers {list(config.target_layer_ids)}",
@@ -75,12 +76,7 @@ def attention_table(config: DraftConfig, settings: InspectSettings) -> Table:
     table = Table(title=f"attention on {device}, {str(dtype).removeprefix('torch.')}")
     for title in ("backend", "verdict"):
         table.add_column(title)
-    if not isinstance(config.attention, MlaGeometry):
-        table.add_row("-", "grouped-query drafts cannot be served yet")
-        return table
-    problem = mla_problem(
-        config, config.attention, layer=0, page_size=settings.page_size, device=device, dtype=dtype, kv_cache_dtype=dtype
-    )
+    problem = attention_problem(config, 0, page_size=settings.page_size, device=device, dtype=dtype)
     try:
         selection = select_backend(problem, default_backends(), None)
     except AttentionSelectionError as error:
