@@ -93,7 +93,7 @@ def serve(
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http=TrackingProtocol,
+            http=ServerProtocol,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -185,12 +185,17 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-class TrackingProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which also lets the application know one connection from another."""
+class ServerProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, with two things more.
+
+    It lets the application know one connection from another. And it sends the head of a response together with the body:
+    uvicorn writes them apart, which costs a system call here, a packet, and a second wake-up over there.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection."""
         self._connection = Connection()
+        self._joined = _JoinedTransport(transport)
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -202,6 +207,45 @@ class TrackingProtocol(HttpToolsProtocol):
         """Put the connection into the request's scope."""
         super().on_message_begin()
         self.scope["extensions"] = {CONNECTION_EXTENSION: self._connection}  # type: ignore[dict-item]
+
+    def on_headers_complete(self) -> None:
+        """Have the response of this request written in one piece; its task has been made and does not run yet."""
+        super().on_headers_complete()
+        self.cycle.transport = self._joined  # type: ignore[assignment]
+
+    def on_response_complete(self) -> None:
+        """Send a head that no body followed."""
+        self._joined.flush()
+        super().on_response_complete()
+
+
+class _JoinedTransport:
+    """What a uvicorn response needs of a transport; it keeps the head of the response back until the body comes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.writelines((head, data))
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 # The address ---------------------------------------------------------------------------------------------------------
