@@ -40,7 +40,7 @@ class TrainSettings(BaseModel):
         Path("build/train"), description="folder for sequences, features and checkpoints; resumed if it exists"
     )
     output: Path = Field(Path("build/drafter"), description="folder that receives config.json and model.safetensors")
-    num_tokens: int = Field(400_000, gt=0, description="tokens of self-play to write")
+    num_tokens: int = Field(400_000, ge=0, description="tokens of self-play to write")
     sequence_files: tuple[Path, ...] = Field((), description="more token sequences (safetensors) to train on")
     device: str = Field("cpu", description="device of the draft while training: cpu or cuda")
     threads: int = Field(0, ge=0, description="CPU threads; 0 = as many as there are cores")
@@ -49,17 +49,18 @@ class TrainSettings(BaseModel):
     num_layers: int = Field(2, gt=0, description="draft layers")
     intermediate_size: int = Field(1536, gt=0, description="width of the draft's MLP")
     num_heads: int = Field(9, gt=0, le=128, description="query heads of the draft")
-    block_size: int = Field(4, gt=0, le=32, description="drafts per forward")
+    block_size: int = Field(3, gt=0, le=32, description="drafts per forward")
     draft_vocab_size: int = Field(8192, gt=0, description="tokens that the draft can propose")
     markov_rank: int = Field(64, gt=0, description="rank of the Markov head")
     rope_theta: float = Field(1000.0, gt=0, description="base of the draft's rotary embedding")
     steps: int = Field(8000, gt=0, description="training steps")
-    learning_rate: float = Field(1.5e-3, gt=0, description="peak learning rate")
-    sequences_per_step: int = Field(8, gt=0, description="sequences per step")
-    anchors_per_sequence: int = Field(32, gt=0, description="blocks per sequence and step")
+    learning_rate: float = Field(1.2e-3, gt=0, description="peak learning rate")
+    sequences_per_step: int = Field(4, gt=0, description="sequences per step")
+    anchors_per_sequence: int = Field(64, gt=0, description="blocks per sequence and step")
     cross_entropy: float = Field(0.5, ge=0, description="weight of the cross-entropy loss")
     total_variation: float = Field(0.5, ge=0, description="weight of the total variation loss")
     confidence: float = Field(0.1, ge=0, description="weight of the confidence loss")
+    slot_decay: float = Field(2.0, gt=0, description="slot k weighs exp(-k / slot_decay) in every loss")
     held_out: int = Field(64, gt=0, description="greedy answers kept for measuring acceptance")
 
 
@@ -122,7 +123,7 @@ def run(settings: TrainSettings, target_path: Path, report: Callable[[str], None
         target_to_draft=target_to_draft,
         draft_to_target=draft_to_target,
         block_size=settings.block_size,
-        loss_weights=LossWeights(settings.cross_entropy, settings.total_variation, settings.confidence, decay=4.0),
+        loss_weights=LossWeights(settings.cross_entropy, settings.total_variation, settings.confidence, settings.slot_decay),
         settings=TrainerSettings(settings.steps, settings.learning_rate),
         checkpoint=settings.work_dir / "trainer.pt",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ class TrainerSettings:
 
     total_steps: int
     learning_rate: float
-    warmup_share: float = 0.04
+    warmup_share: float = 0.03
+    cooldown_share: float = 0.25
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
     evaluate_every: int = 500
@@ -32,7 +32,7 @@ class TrainerSettings:
 
 
 class Trainer:
-    """AdamW with linear warm-up and cosine decay over the model's own parameters (embedding and head are frozen)."""
+    """AdamW with linear warm-up and a linear cool-down over the model's own parameters (embedding and head are frozen)."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Trainer:
         self.history: list[dict[str, float]] = []
 
     def _learning_rate_factor(self, step: int) -> float:
-        warmup = max(1, round(self.settings.warmup_share * self.settings.total_steps))
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, self.settings.total_steps - warmup))
-        return 0.5 * (1 + math.cos(math.pi * done))
+        """Warm up, stay, and fall to zero in the last steps; a run may be given another end while it stays."""
+        total = self.settings.total_steps
+        warmup = max(1, round(self.settings.warmup_share * total))
+        cooldown = max(1, round(self.settings.cooldown_share * total))
+        return min((step + 1) / warmup, 1.0, max(0.0, (total - step) / cooldown))
 
     def resume(self) -> bool:
         """Continue from the checkpoint file if there is one."""
