@@ -6,6 +6,7 @@ something on a noisy one.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -77,7 +78,9 @@ def run_bench(settings: BenchSettings, console: Console) -> int:
         table.add_column(title, justify="right")
     for timing in timings:
         numbers = (timing.in_process, timing.over_http, timing.in_server, timing.http)
-        table.add_row(str(timing.sessions), *(f"{value:.2f}" for value in numbers), "same" if timing.same_drafts else "DIFFERENT")
+        table.add_row(
+            str(timing.sessions), *(f"{value:.2f}" for value in numbers), "same" if timing.same_drafts else "DIFFERENT"
+        )
     console.print(table)
     figures = [Figure("same_drafts", all(timing.same_drafts for timing in timings), "", True)]
     for timing in timings:
@@ -110,7 +113,7 @@ def _time_sessions(drafter: Drafter, url: str, sessions: int, settings: BenchSet
         local_ms, remote_ms, server_ms = [], [], []
         is_same = True
         bounds = [0, *range(settings.context, rows + 1, settings.rows_per_step)]
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             began = time.perf_counter()
             local = _draft_in_process(drafter, pages, features, tokens, first, last)
             middle = time.perf_counter()
@@ -169,5 +172,3 @@ def _steps(
         )
         for index, (rows, ids) in enumerate(zip(features, tokens, strict=True))
     ]
-
-

@@ -57,14 +57,17 @@ class DraftSource(Protocol):
 @dataclass(frozen=True)
 class TargetEngineLimits:
     """max_batch: sequences that decode together; max_waiting: beyond them; max_context: tokens of prompt and answer;
-    prefill_chunk: prompt tokens fed between two decode steps; draft_probs_topk: support of sampled drafts.
+    prefill_chunk: prompt tokens fed between two decode steps.
+
+    draft_probs_topk: support of the distributions that sampled requests have their drafts drawn from; they are lossless as far
+    as the drafter reports them truthfully. 0 has the likeliest drafts verified as certain ones, which needs no trust.
     """
 
     max_batch: int = 8
     max_waiting: int = 64
     max_context: int = 2048
     prefill_chunk: int = 256
-    draft_probs_topk: int = 64
+    draft_probs_topk: int = 0
 
 
 class TargetEngine:
@@ -265,7 +268,8 @@ class TargetEngine:
         return [answers.get(id(sequence), _NO_DRAFTS) for sequence in sequences], server
 
     def _session_step(self, sequence: Sequence) -> SessionStep:
-        sampling = sequence.request.sampling
+        sampling, topk = sequence.request.sampling, self.limits.draft_probs_topk
+        is_greedy = sampling.is_greedy or topk == 0
         features: NDArray[np.float16] = np.concatenate(sequence.features)
         return SessionStep(
             session_id=sequence.request.request_id,
@@ -274,13 +278,10 @@ class TargetEngine:
             start=sequence.features_start,
             anchor_token_id=sequence.token_ids[-1],
             num_draft_tokens=sequence.drafts_wanted,
-            sampling=Sampling(
-                temperature=0.0 if sampling.is_greedy else sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
-            ),
-            draft_probs_topk=0 if sampling.is_greedy else self.limits.draft_probs_topk,
+            sampling=Sampling()
+            if is_greedy
+            else Sampling(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed),
+            draft_probs_topk=0 if is_greedy else topk,
         )
 
     def _choose(

@@ -34,7 +34,9 @@ def serve_target(settings: TargetSettings) -> None:
     model = TargetModel.load(path, settings.weight_dtype)
     last = model.config.num_layers - 1
     if max(settings.target_layer_ids) >= last or min(settings.target_layer_ids) < 0:
-        raise StartupError(f"--target-layer-ids {list(settings.target_layer_ids)}: the target's layers [0, {last}) can be captured")
+        raise StartupError(
+            f"--target-layer-ids {list(settings.target_layer_ids)}: the target's layers [0, {last}) can be captured"
+        )
     tokenizer = TargetTokenizer(path)
     name = settings.served_model_name or (SHIPPED_NAME if settings.model is None else path.resolve().name)
     with _draft_client(settings, model, tokenizer, name) as drafts:
@@ -48,6 +50,7 @@ def serve_target(settings: TargetSettings) -> None:
                 max_waiting=settings.max_waiting,
                 max_context=min(settings.max_context, model.config.max_position_embeddings),
                 prefill_chunk=settings.prefill_chunk,
+                draft_probs_topk=settings.draft_probs_topk,
             ),
         )
         engine.start()

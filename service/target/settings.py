@@ -28,6 +28,13 @@ class TargetSettings(ListenSettings):
     draft_url: str | None = Field("http://127.0.0.1:8100", description="Draft server; `none` decodes plainly.")
     draft_api_key: SecretStr | None = Field(None, description="Key of the draft server.")
     num_draft_tokens: int = Field(3, ge=0, le=32, description="Drafts to verify in a step, unless a request says otherwise.")
+    draft_probs_topk: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Support of the distributions that sampled drafts are drawn from, if the drafter is to be trusted with them. "
+        "0 verifies the likeliest drafts as certain ones, which is lossless whatever the drafter does.",
+    )
     draft_deadline_ms: float = Field(50.0, gt=0, le=60_000, description="A step waits for drafts no longer than this.")
     target_layer_ids: tuple[int, ...] = Field(
         (5, 13, 21, 28),
