@@ -32,7 +32,7 @@ class TargetSettings(ListenSettings):
         0,
         ge=0,
         le=4096,
-        description="Support of the distributions that sampled drafts are drawn from, if the drafter is to be trusted with them. "
+        description="Support of the distributions that sampled drafts are drawn from; the drafter is then trusted with them. "
         "0 verifies the likeliest drafts as certain ones, which is lossless whatever the drafter does.",
     )
     draft_deadline_ms: float = Field(50.0, gt=0, le=60_000, description="A step waits for drafts no longer than this.")
