@@ -181,8 +181,9 @@ def test_a_server_that_hangs_costs_one_deadline_a_trial(server: DraftServer, mod
         os.kill(process.pid, signal.SIGSTOP)
         late_before = client.stats.late
         answer_all(engine, model, "asleep", count=60)
-        assert client.stats.late > late_before
-        assert client.stats.breaker_open
+        # The connection is gone after the first late call, and the next is opened in the background: no step waits for it.
+        assert 1 <= client.stats.late - late_before <= 2
+        assert not client.stats.is_connected
         os.kill(process.pid, signal.SIGCONT)
         wait_for_drafts(engine, model, "awake again")
     finally:
