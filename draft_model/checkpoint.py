@@ -49,6 +49,8 @@ class TensorReader:
         for file in self.files:
             handle = _open(file)
             for name in handle.keys():  # noqa: SIM118 (not a dict)
+                if name in self._file_of:
+                    raise CheckpointError(f"{self._where(name)} is in {file.name} too")
                 self._file_of[name] = (file, handle)
 
     def __contains__(self, name: str) -> bool:

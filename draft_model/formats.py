@@ -20,7 +20,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from draft_model.config import DraftConfig, GqaGeometry, HeadType, HiddenAct, MlaGeometry, SourceFormat, read_json
+from draft_model.config import (
+    D2tFormat,
+    DraftConfig,
+    GqaGeometry,
+    HeadType,
+    HiddenAct,
+    MlaGeometry,
+    SourceFormat,
+    read_json,
+)
 from draft_model.errors import CheckpointError
 from draft_model.rotary import resolve_rope
 
@@ -54,6 +63,8 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
 _HEAD_TYPES: Mapping[str, HeadType] = MappingProxyType({"vanilla": "vanilla", "gated": "gated", "rnn": "rnn"})
+_D2T_FORMATS: Mapping[str, D2tFormat] = MappingProxyType({"offset": "offset", "index": "index"})
+_SPECULATORS_TYPES: Mapping[str, str] = MappingProxyType({"dspark": "dspark", "dflash": "dflash"})
 _HIDDEN_ACTS: Mapping[str, HiddenAct] = MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"})
 
 
@@ -65,6 +76,11 @@ class _Keys:
 
     def fail(self, key: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {self._prefix}{key} {problem}")
+
+    @property
+    def place(self) -> str:
+        """File and enclosing key, for messages of others."""
+        return f"{self.where}: {self._prefix.removesuffix('.')}" if self._prefix else self.where
 
     def has(self, key: str) -> bool:
         return self.raw.get(key) is not None
@@ -141,7 +157,9 @@ def load_config(path: Path) -> DraftConfig:
 def resolve_config(raw: Mapping[str, Any], where: str) -> DraftConfig:
     """Resolve a config object; `where` names it in messages. Raises as `load_config`."""
     keys = _Keys(raw, where)
-    config = _RESOLVERS[detect_format(raw, where)](keys)
+    source_format = detect_format(raw, where)
+    keys.refuse_true("quantization_config", "attention_sink_bias")
+    config = _RESOLVERS[source_format](keys)
     _check(config, keys)
     return config
 
@@ -205,9 +223,11 @@ def _resolve_k3(keys: _Keys) -> DraftConfig:
         rope=resolve_rope(
             keys.raw, where=keys.where, head_dim=attention.qk_rope_head_dim, interleaved=True, scales_softmax=True
         ),
-        layer_windows=_layer_windows(keys, keys.size("num_hidden_layers")),
+        layer_windows=_layer_windows(keys, _check_not_causal(keys)),
         vocab_size=vocab_size,
         draft_vocab_size=keys.size("draft_vocab_size") if keys.has("draft_vocab_size") else vocab_size,
+        # The published checkpoints have no d2t; the drafts this project trains have offsets.
+        d2t_format=_d2t_format(keys) or "offset",
         mask_token_id=keys.token_id("mask_token_id"),
         draft_block_size=keys.size("block_size"),
         sample_from_anchor=keys.flag("sample_from_anchor", True),
@@ -230,12 +250,12 @@ def _resolve_deepspec(keys: _Keys) -> DraftConfig:
     names = keys.raw["architectures"]
     if "Gemma4DSparkModel" in names:
         raise keys.fail("architectures", "is Gemma4DSparkModel, which is not supported yet")
-    stored = keys.integers("target_layer_ids")
     return _resolve_qwen3(
         keys,
+        keys,
         source_format="deepspec",
-        block_size=keys.size("block_size"),
-        stored_layer_ids=stored,
+        layer_windows=_layer_windows(keys, _check_not_causal(keys)),
+        stored_layer_ids=keys.integers("target_layer_ids"),
         mask_token_id=keys.token_id("mask_token_id"),
         sample_from_anchor=True,
         target_num_layers=keys.size("num_target_layers"),
@@ -244,54 +264,109 @@ def _resolve_deepspec(keys: _Keys) -> DraftConfig:
 
 def _resolve_dflash(keys: _Keys) -> DraftConfig:
     nested = keys.nested("dflash_config")
-    mask = nested if nested.has("mask_token_id") else keys
-    ids = nested if nested.has("target_layer_ids") else keys
+    nested.refuse_true("use_swa")
+    stored = _agreeing(keys, nested, "target_layer_ids", _Keys.integers)
+    if keys.has("eagle_aux_hidden_state_layer_ids"):
+        inputs = keys.integers("eagle_aux_hidden_state_layer_ids")
+        if inputs != tuple(layer_id + 1 for layer_id in stored):
+            raise keys.fail("eagle_aux_hidden_state_layer_ids", f"must be target_layer_ids + 1, not {list(inputs)}")
     return _resolve_qwen3(
         keys,
+        keys,
         source_format="dflash",
-        block_size=keys.size("block_size"),
-        stored_layer_ids=ids.integers("target_layer_ids"),
-        mask_token_id=mask.token_id("mask_token_id"),
-        sample_from_anchor=False,
+        layer_windows=_layer_windows(keys, _check_not_causal(keys)),
+        stored_layer_ids=stored,
+        mask_token_id=_agreeing(keys, nested, "mask_token_id", _Keys.token_id),
+        sample_from_anchor=_samples_from_anchor(keys, nested),
         target_num_layers=keys.size("num_target_layers") if keys.has("num_target_layers") else None,
     )
 
 
+def _samples_from_anchor(keys: _Keys, nested: _Keys) -> bool:
+    """Tell whether the anchor's slot predicts. DFlash means no; a DSpark draft with a `dflash_config` has to say."""
+    said = [place.flag("sample_from_anchor", None) for place in (keys, nested) if place.has("sample_from_anchor")]
+    if keys.has("dspark_bonus_anchor"):
+        said.append(not keys.flag("dspark_bonus_anchor", None))
+    if len(set(said)) > 1:
+        raise keys.fail("sample_from_anchor", "contradicts dflash_config.sample_from_anchor or dspark_bonus_anchor")
+    is_dspark = keys.count("markov_rank", 0) > 0 or any("DSpark" in str(name) for name in keys.raw.get("architectures") or [])
+    if not said and is_dspark:
+        raise keys.fail("sample_from_anchor", "is missing, and a DSpark draft with a dflash_config may be either")
+    return said[0] if said else False
+
+
+def _resolve_speculators(keys: _Keys) -> DraftConfig:
+    keys.one_of("speculators_model_type", _SPECULATORS_TYPES)
+    keys.refuse_true("shift_label")
+    if keys.raw.get("projector_type", "dflash") != "dflash":
+        raise keys.fail("projector_type", f"is {keys.raw['projector_type']!r}; supported: dflash")
+    sliding_error = None
+    if not keys.flag("sliding_window_non_causal", False):
+        sliding_error = keys.fail("sliding_window_non_causal", "is not true, so the sliding layers are causal")
+    decoder = keys.nested("transformer_layer_config")
+    return _resolve_qwen3(
+        keys,
+        decoder,
+        source_format="speculators",
+        layer_windows=_layer_windows(decoder, sliding_error),
+        stored_layer_ids=keys.integers("aux_hidden_state_layer_ids"),
+        mask_token_id=keys.token_id("mask_token_id"),
+        sample_from_anchor=_speculators_anchor(keys),
+        target_num_layers=None,
+    )
+
+
+def _speculators_anchor(keys: _Keys) -> bool:
+    """Tell whether the anchor's slot predicts: older checkpoints say so only by how many tokens they propose."""
+    block_size = keys.size("block_size")
+    if keys.has("sample_from_anchor"):
+        return keys.flag("sample_from_anchor", None)
+    config = keys.raw.get("speculators_config")
+    methods = config.get("proposal_methods") if isinstance(config, Mapping) else None
+    counts = {method.get("speculative_tokens") for method in methods or [] if isinstance(method, Mapping)}
+    for is_anchor, count in ((True, block_size), (False, block_size - 1)):
+        if counts == {count}:
+            return is_anchor
+    raise keys.fail("sample_from_anchor", f"is missing, and speculators_config does not propose {block_size} or one fewer")
+
+
 def _resolve_qwen3(
     keys: _Keys,
+    decoder: _Keys,
     *,
     source_format: SourceFormat,
-    block_size: int,
+    layer_windows: tuple[int | None, ...],
     stored_layer_ids: tuple[int, ...],
     mask_token_id: int,
     sample_from_anchor: bool,
     target_num_layers: int | None,
 ) -> DraftConfig:
-    """Resolve a Qwen3-shaped decoder whose DSpark fields stand beside it."""
-    if keys.raw.get("model_type") != "qwen3":
-        raise keys.fail("model_type", f"is {keys.raw.get('model_type')!r}; the GQA backbone runs 'qwen3' decoders")
-    keys.refuse_true("attention_bias", "mlp_bias")
-    head_dim = keys.size("head_dim")
+    """Resolve a Qwen3 decoder and the draft's own fields, which stand beside it or around it."""
+    if decoder.raw.get("model_type") != "qwen3":
+        raise decoder.fail("model_type", f"is {decoder.raw.get('model_type')!r}; the GQA backbone runs 'qwen3' decoders")
+    decoder.refuse_true("attention_bias", "mlp_bias")
+    head_dim = decoder.size("head_dim")
     head_type, markov_rank = _markov(keys)
     has_confidence, with_markov = _confidence(keys)
-    vocab_size = keys.size("vocab_size")
-    hidden_size = keys.size("hidden_size")
+    vocab_size = decoder.size("vocab_size")
+    hidden_size = decoder.size("hidden_size")
     return DraftConfig(
         source_format=source_format,
         model_name=(keys.raw.get("architectures") or ["unnamed"])[0],
-        attention=GqaGeometry(keys.size("num_key_value_heads"), head_dim, softmax_scale=head_dim**-0.5),
+        attention=GqaGeometry(decoder.size("num_key_value_heads"), head_dim, softmax_scale=head_dim**-0.5),
         hidden_size=hidden_size,
-        intermediate_size=keys.size("intermediate_size"),
-        num_layers=keys.size("num_hidden_layers"),
-        num_heads=keys.size("num_attention_heads"),
-        hidden_act=keys.one_of("hidden_act", _HIDDEN_ACTS),
-        rms_norm_eps=keys.number("rms_norm_eps"),
-        rope=resolve_rope(keys.raw, where=keys.where, head_dim=head_dim, interleaved=False, scales_softmax=False),
-        layer_windows=_layer_windows(keys, keys.size("num_hidden_layers")),
+        intermediate_size=decoder.size("intermediate_size"),
+        num_layers=decoder.size("num_hidden_layers"),
+        num_heads=decoder.size("num_attention_heads"),
+        hidden_act=decoder.one_of("hidden_act", _HIDDEN_ACTS),
+        rms_norm_eps=decoder.number("rms_norm_eps"),
+        rope=resolve_rope(decoder.raw, where=decoder.place, head_dim=head_dim, interleaved=False, scales_softmax=False),
+        layer_windows=layer_windows,
         vocab_size=vocab_size,
         draft_vocab_size=keys.size("draft_vocab_size") if keys.has("draft_vocab_size") else vocab_size,
+        d2t_format=_d2t_format(keys),
         mask_token_id=mask_token_id,
-        draft_block_size=block_size,
+        draft_block_size=keys.size("block_size"),
         sample_from_anchor=sample_from_anchor,
         target_layer_ids=_translate(stored_layer_ids, source_format),
         stored_layer_ids=stored_layer_ids,
@@ -301,14 +376,19 @@ def _resolve_qwen3(
         markov_rank=markov_rank,
         has_confidence=has_confidence,
         confidence_with_markov=with_markov,
-        max_position=keys.size("max_position_embeddings"),
+        max_position=decoder.size("max_position_embeddings"),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         stored_dtype=_stored_dtype(keys),
     )
 
 
 _RESOLVERS: Mapping[SourceFormat, Callable[[_Keys], DraftConfig]] = MappingProxyType(
-    {"k3_dspark": _resolve_k3, "deepspec": _resolve_deepspec, "dflash": _resolve_dflash}
+    {
+        "k3_dspark": _resolve_k3,
+        "deepspec": _resolve_deepspec,
+        "speculators": _resolve_speculators,
+        "dflash": _resolve_dflash,
+    }
 )
 
 
@@ -337,14 +417,35 @@ def _confidence(keys: _Keys) -> tuple[bool, bool]:
     return True, with_markov
 
 
-def _layer_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
-    """Read each layer's sliding window, and refuse causal layers: a draft block is attended to as a whole."""
-    causal = keys.raw.get("is_causal")
+def _agreeing(keys: _Keys, nested: _Keys, key: str, read: Callable[[_Keys, str], T]) -> T:
+    """Read a key that stands in one of two places or, equally, in both."""
+    if nested.has(key) and keys.has(key) and read(nested, key) != read(keys, key):
+        raise nested.fail(key, f"is {nested.raw[key]!r}, but the one at the top is {keys.raw[key]!r}")
+    return read(nested if nested.has(key) else keys, key)
+
+
+def _d2t_format(keys: _Keys) -> D2tFormat | None:
+    return keys.one_of("d2t_format", _D2T_FORMATS) if keys.has("d2t_format") else None
+
+
+def _check_not_causal(keys: _Keys) -> CheckpointError | None:
+    """Refuse causal layers: a draft block is attended to as a whole.
+
+    Returns:
+        What is wrong with sliding layers, which are causal unless the config says that they are not.
+    """
     nested = keys.raw.get("dflash_config")
-    if causal is None and isinstance(nested, Mapping):
-        causal = nested.get("causal")
-    if causal:
+    said = keys.raw.get("is_causal")
+    if said is None and isinstance(nested, Mapping):
+        said = nested.get("causal")
+    if said:
         raise keys.fail("is_causal", "is true; this engine drafts with non-causal blocks only")
+    return keys.fail("is_causal", "is missing; sliding layers are causal unless it is false") if said is None else None
+
+
+def _layer_windows(keys: _Keys, sliding_error: CheckpointError | None) -> tuple[int | None, ...]:
+    """Read each layer's sliding window: rows before the block that its slots see, all of them the same ones."""
+    num_layers = keys.size("num_hidden_layers")
     if not keys.has("layer_types"):
         return (None,) * num_layers
     types = keys.raw["layer_types"]
@@ -354,8 +455,8 @@ def _layer_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise keys.fail("layer_types", f"holds {kind!r}; supported: full_attention, sliding_attention")
-        if kind == "sliding_attention" and causal is None and keys.raw.get("model_type") == "qwen3" and nested is not None:
-            raise keys.fail("dflash_config.causal", "is missing; sliding layers are causal unless it says false")
+        if kind == "sliding_attention" and sliding_error is not None:
+            raise sliding_error
         windows.append(keys.size("sliding_window") if kind == "sliding_attention" else None)
     return tuple(windows)
 
@@ -388,5 +489,9 @@ def _check(config: DraftConfig, keys: _Keys) -> None:
         raise keys.fail("block_size", f"is {config.draft_block_size}, which leaves no slot to draft in")
     if isinstance(config.attention, GqaGeometry) and config.num_heads % config.attention.num_kv_heads:
         raise keys.fail("num_attention_heads", f"must be a multiple of num_key_value_heads {config.attention.num_kv_heads}")
+    if config.head_type == "rnn" and not config.sample_from_anchor:
+        raise keys.fail(
+            "markov_head_type", "is rnn, whose state would depend on the anchor's slot, which predicts nothing here"
+        )
     if config.head_type == "none" and config.confidence_with_markov:
         raise keys.fail("confidence_head_with_markov", "needs a Markov head")
