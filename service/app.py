@@ -17,11 +17,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from draft_engine_client.wire import ModelFacts
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic_core import to_json
-from starlette.exceptions import HTTPException
 
 from service.clients import ClientTable
 from service.edge import (
@@ -32,14 +29,11 @@ from service.edge import (
     Receive,
     Scope,
     Send,
-    error_headers,
-    error_object,
     read_body,
     require_media_type,
-    validation_error,
 )
 from service.engine import DraftEngine
-from service.errors import ApiError, InternalError, NotFoundError, RequestError
+from service.exception_handlers import EXCEPTION_HANDLERS
 from service.metrics import EngineMetrics
 from service.propose import ProposeEndpoint
 from service.routes import Services, build_router, describe_propose
@@ -100,12 +94,7 @@ def create_app(
         version=version,
         lifespan=lifespan,
         redoc_url=None,
-        exception_handlers={
-            ApiError: _on_api_error,
-            HTTPException: _on_http_exception,
-            RequestValidationError: _on_validation_error,
-            Exception: _on_exception,
-        },
+        exception_handlers=dict(EXCEPTION_HANDLERS),
     )
     documented.include_router(build_router(services))
     documented.openapi = lambda: _openapi(documented, needs_key=api_key is not None)  # type: ignore[method-assign]
@@ -154,45 +143,3 @@ def _openapi(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
             document["security"] = [{"api_key": []}]
         app.openapi_schema = document
     return app.openapi_schema
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
-def _respond(error: ApiError) -> Response:
-    return Response(
-        to_json({"error": error_object(error)}),
-        status_code=error.status,
-        media_type=JSON.decode(),
-        headers=error_headers(error),
-    )
-
-
-async def _on_api_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, ApiError):
-        raise error
-    return _respond(error)
-
-
-async def _on_validation_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, RequestValidationError):
-        raise error
-    details = [{**item, "loc": item["loc"][1:]} for item in error.errors()]  # without FastAPI's "body" or "query"
-    return _respond(validation_error(details))  # type: ignore[arg-type]
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router itself raises: an unknown path, a wrong method."""
-    if not isinstance(error, HTTPException):
-        raise error
-    if error.status_code == 404:
-        return _respond(NotFoundError("not_found", f"there is no route {request.url.path}"))
-    if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
-        return _respond(RequestError("method_not_allowed", f"this path takes {allow}", numbers={"allow": allow}))
-    return _respond(RequestError("bad_request", str(error.detail)))
-
-
-async def _on_exception(_request: Request, _error: Exception) -> Response:
-    """Answer what no handler knows; Starlette raises it again afterwards, and the edge logs it."""
-    return _respond(InternalError("the server failed to answer this request"))

@@ -8,17 +8,15 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 
-from service.edge import Edge, error_object
-from service.errors import ApiError, NotFoundError, RequestError
-from service.metrics import EngineMetrics
+from service.edge import Edge
+from service.errors import NotFoundError, RequestError
+from service.exception_handlers import EXCEPTION_HANDLERS
 from service.target.distribution import TargetSampling
 from service.target.engine import TargetEngine
 from service.target.schema import (
@@ -84,39 +82,35 @@ class Answer:
 
 def create_target_app(engine: TargetEngine, tokenizer: TargetTokenizer, facts: TargetFacts, *, api_key: str | None) -> Edge:
     """Make the ASGI application around an engine that has been started."""
-    app = FastAPI(title="draft-engine target", description="The embedded target: an OpenAI-compatible server.")
+    app = FastAPI(
+        title="draft-engine target",
+        description="The embedded target: an OpenAI-compatible server.",
+        redoc_url=None,
+        exception_handlers=dict(EXCEPTION_HANDLERS),
+    )
     service = _TargetService(engine, tokenizer, facts)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ApiError, _on_api_error)
-
-    def current() -> _TargetService:
-        return service
-
-    Service = Annotated[_TargetService, Depends(current)]
 
     @app.post("/v1/completions", response_model=Completion)
-    async def completions(body: CompletionRequest, request: Request, target: Service) -> Response:
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, given as text or as token ids."""
-        return await target.complete(body, request)
+        return await service.complete(body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(body: ChatRequest, request: Request, target: Service) -> Response:
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a chat."""
-        return await target.chat(body, request)
+        return await service.chat(body, request)
 
     @app.get("/v1/models")
-    async def models(target: Service) -> dict[str, Any]:
+    async def models() -> dict[str, Any]:
         """List the one model that is served."""
-        return target.models()
+        return service.models()
 
     @app.get("/health")
-    async def health(target: Service) -> Response:
+    async def health() -> Response:
         """Answer 200 while the worker runs."""
-        return JSONResponse(target.health(), 200 if engine.is_alive else 503)
+        return JSONResponse(service.health(), 200 if engine.is_alive else 503)
 
-    # Resolved here and not by name: annotations of nested functions are strings that FastAPI cannot look up.
-    return Edge(app, api_key=api_key, metrics=EngineMetrics())
+    return Edge(app, api_key=api_key)
 
 
 class _TargetService:
@@ -337,33 +331,3 @@ def _report(counts: DraftCounts | None) -> DraftReport | None:
         acceptance_length=counts.acceptance_length,
         milliseconds={name: round(1000.0 * value, 3) for name, value in seconds.items()},
     )
-
-
-async def _on_invalid(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    """Name the first field that is wrong."""
-    first = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": str(error)}
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    return _error_response(RequestError("bad_request", message, param=place or None))
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    if status == 405:
-        return _error_response(
-            RequestError("method_not_allowed", f"{request.method} is not a method of {request.url.path}", param="method")
-        )
-    return _error_response(NotFoundError("not_found", f"there is no route {request.url.path}", param="path"))
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    if not isinstance(error, ApiError):
-        raise error
-    return _error_response(error)
-
-
-def _error_response(error: ApiError) -> Response:
-    headers = {}
-    if "retry_after_s" in error.numbers:
-        headers["retry-after"] = str(max(1, round(float(error.numbers["retry_after_s"]))))
-    return JSONResponse({"error": error_object(error)}, error.status, headers)
