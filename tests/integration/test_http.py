@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_handshake_without_layer_ids_asks_to_be_told(server: Server) -> None:
         ({"target": {**HELLO["target"], "dtype": "int8"}}, "target.dtype", "float16"),
     ],
 )
-def test_handshake_names_the_field_and_the_limit(server: Server, change: dict, path: str, limit: str) -> None:
+def test_handshake_names_the_field_and_the_limit(server: Server, change: dict[str, Any], path: str, limit: str) -> None:
     answer = server.http.post("/v1/clients", json={**HELLO, **change})
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == (400, "bad_request", path)
@@ -287,7 +288,9 @@ def test_truncated_and_padded_bodies_are_refused_and_the_connection_serves_on(se
         ({"sessions": [{**Update("a", 0, []).message, "num_rows": 257}]}, "too_many_rows", "sessions"),
     ],
 )
-def test_calls_that_cannot_be_served_are_refused_by_field(server: Server, change: dict, code: str, param: str) -> None:
+def test_calls_that_cannot_be_served_are_refused_by_field(
+    server: Server, change: dict[str, Any], code: str, param: str
+) -> None:
     body = {**json_body(shake_hands(server.http), Update("a", 0, [1])), **change}
     answer = post_json(server.http, body)
     error = error_of(answer)

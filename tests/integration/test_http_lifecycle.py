@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,8 +23,9 @@ from draft_engine_client import codec, wire
 from draft_engine_client.schema import json_schema
 from jsonschema import Draft202012Validator
 
+from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 from service.errors import StartupError
-from service.launch import bind_tcp, bind_unix, serve
+from service.launch import DrainingServer, bind_tcp, bind_unix, serve
 from service.settings import ServeSettings
 from service.testing import FakeDrafter
 from tests.support.service import (
@@ -53,7 +56,7 @@ class GatedDrafter(FakeDrafter):
     entered: threading.Event = field(default_factory=threading.Event)
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def draft(self, requests):
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
         self.entered.set()
         assert self.gate.wait(20)
         return super().draft(requests)
@@ -172,7 +175,7 @@ def test_a_call_of_a_client_that_left_is_dropped_with_its_sessions() -> None:
 def test_closing_a_session_in_the_middle_of_its_upload_is_told() -> None:
     @dataclass
     class SlowDrafter(FakeDrafter):
-        def write_context(self, writes):
+        def write_context(self, writes: Sequence[ContextWrite]) -> None:
             time.sleep(0.05)
             super().write_context(writes)
 
@@ -223,8 +226,8 @@ def test_a_failed_forward_is_told_and_the_server_serves_on() -> None:
 def test_a_drafter_that_drafts_nothing_shows_in_health() -> None:
     @dataclass
     class MuteDrafter(FakeDrafter):
-        def draft(self, requests):
-            return [type(p)([], [], []) for p in super().draft(requests)]
+        def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
+            return [DraftProposal([], [], []) for _ in super().draft(requests)]
 
     with serving(make_harness(MuteDrafter())) as server:
         client_id = shake_hands(server.http)
@@ -238,7 +241,7 @@ def test_a_drafter_that_drafts_nothing_shows_in_health() -> None:
         assert "draft_engine_warnings 1.0" in server.http.get("/metrics").text
 
 
-def json_body_without_rows(client_id: str, updates: list[Update]) -> dict:
+def json_body_without_rows(client_id: str, updates: list[Update]) -> dict[str, Any]:
     return {"client_id": client_id, "sessions": [update.message for update in updates]}
 
 
@@ -269,7 +272,8 @@ def test_every_route_but_health_needs_the_key() -> None:
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key"), path
             assert answer.headers["www-authenticate"] == "Bearer"
         for wrong in (KEY, f"Basic {KEY}", "Bearer", f"Bearer {KEY}x", "Bearer ü"):
-            assert stranger.get("/v1/models", headers={"authorization": wrong.encode()}).status_code == 401
+            headers = httpx.Headers([(b"authorization", wrong.encode())])
+            assert stranger.get("/v1/models", headers=headers).status_code == 401
         assert stranger.post("/v1/clients", json=HELLO).status_code == 401
         assert stranger.post("/v1/propose", json={}).status_code == 401
         assert stranger.delete("/v1/sessions/a", params={"client_id": "b"}).status_code == 401
@@ -453,7 +457,7 @@ def test_a_unix_socket_is_served_and_replaced_when_stale(tmp_path: Path) -> None
     harness = make_harness()
     urls: list[str] = []
     ready = threading.Event()
-    servers = []
+    servers: list[DrainingServer] = []
 
     def on_ready(url: str) -> None:
         urls.append(url)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draft_model.drafter import SamplingParams
-from service.batching import CallQueue, fair_order, plan_step, rows_left, share_chunk, take_in
+from service.batching import CallQueue, StepPlan, fair_order, plan_step, rows_left, share_chunk, take_in
 from service.calls import ProposeCall, SessionWork
 from service.errors import CapacityError, UnavailableError
 from service.sessions import SessionChange, SessionKey
@@ -34,7 +35,7 @@ def make_call(
     return ProposeCall(client_id, items, [], arrived_at, deadline_ms)
 
 
-def plan(calls: list[ProposeCall], *, max_sessions: int = 16):
+def plan(calls: list[ProposeCall], *, max_sessions: int = 16) -> StepPlan:
     return plan_step(calls, rows_per_chunk=CHUNK, max_sessions=max_sessions)
 
 

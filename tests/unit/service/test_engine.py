@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from service.engine import cut_by_survival
+from draft_model.drafter import DraftProposal, DraftRequest
+from service.calls import SessionOutcome, SessionWork
+from service.engine import DraftEngine, cut_by_survival, proposal_problem
 from service.errors import ApiError
 from service.sessions import SessionKey
 from service.testing import FakeDrafter
@@ -28,15 +30,37 @@ class GatedDrafter(FakeDrafter):
     entered: threading.Event = field(default_factory=threading.Event)
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def draft(self, requests):
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
         self.entered.set()
         assert self.gate.wait(20)
         return super().draft(requests)
 
 
-def drafts_of(work) -> list[int]:
-    assert work.outcome.error is None, work.outcome.error
-    return work.outcome.proposal.token_ids
+async def until_waiting(engine: DraftEngine, count: int) -> None:
+    while engine.num_waiting < count:  # noqa: ASYNC110 - the engine tells nobody, and a test may poll
+        await asyncio.sleep(0)
+
+
+def outcome_of(work: SessionWork) -> SessionOutcome:
+    assert work.outcome is not None
+    return work.outcome
+
+
+def error_of(work: SessionWork) -> ApiError:
+    error = outcome_of(work).error
+    assert error is not None
+    return error
+
+
+def proposal_of(work: SessionWork) -> DraftProposal:
+    proposal = outcome_of(work).proposal
+    assert proposal is not None
+    return proposal
+
+
+def drafts_of(work: SessionWork) -> list[int]:
+    assert outcome_of(work).error is None, outcome_of(work).error
+    return list(proposal_of(work).token_ids)
 
 
 def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:
@@ -48,7 +72,7 @@ def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:
             second = make_work("a", 3, [7, 9], seq=1, anchor_token_id=4)
             await engine.propose(make_call(second))
             assert drafts_of(second) == fresh_drafts([1, 2, 3, 7, 9], anchor_token_id=4)
-            assert (second.outcome.committed_end, second.outcome.rows_held) == (5, 5)
+            assert (outcome_of(second).committed_end, outcome_of(second).rows_held) == (5, 5)
             rewind = make_work("a", 1, [8], seq=2)
             await engine.propose(make_call(rewind))
             assert drafts_of(rewind) == fresh_drafts([1, 8])
@@ -59,7 +83,7 @@ def test_drafts_are_those_of_a_session_fed_the_accepted_rows() -> None:
 def test_random_schedules_of_many_clients_equal_the_replay_of_accepted_rows() -> None:
     """Chunks, accepts, rewinds, repeats, K=0, closes and reopenings of twelve sessions, four calls at a time."""
 
-    async def drive(engine, client_id: str, seed: int) -> None:
+    async def drive(engine: DraftEngine, client_id: str, seed: int) -> None:
         rng = random.Random(seed)
         committed: dict[str, list[int]] = {}
         seqs: dict[str, int] = {}
@@ -88,7 +112,7 @@ def test_random_schedules_of_many_clients_equal_the_replay_of_accepted_rows() ->
             await engine.propose(make_call(*works))
             for work in works:
                 expected = fresh_drafts(committed[work.key.session_id], count=work.num_draft_tokens)
-                assert work.outcome.committed_end == len(committed[work.key.session_id])
+                assert outcome_of(work).committed_end == len(committed[work.key.session_id])
                 assert (drafts_of(work) if work.num_draft_tokens else []) == expected
             if rng.random() < 0.3:
                 again = works[0]
@@ -139,8 +163,8 @@ def test_one_refused_session_leaves_the_rest_of_its_batch_served() -> None:
             await engine.propose(make_call(*works))
             assert drafts_of(works[0]) == fresh_drafts([1, 2])
             assert drafts_of(works[2]) == fresh_drafts([3])
-            assert works[1].outcome.error.code == "context_gap"
-            assert works[1].outcome.committed_end == 1
+            assert error_of(works[1]).code == "context_gap"
+            assert outcome_of(works[1]).committed_end == 1
 
     run(test())
 
@@ -151,8 +175,8 @@ def test_a_failed_forward_fails_its_batch_only_and_the_update_may_be_sent_again(
         async with running(harness) as engine:
             bad = make_work("a", 0, [1, 2], anchor_token_id=666)
             await engine.propose(make_call(bad))
-            assert (bad.outcome.error.code, bad.outcome.error.status) == ("internal", 500)
-            assert "666" not in bad.outcome.error.message
+            assert (error_of(bad).code, error_of(bad).status) == ("internal", 500)
+            assert "666" not in error_of(bad).message
             other = make_work("b", 0, [5])
             await engine.propose(make_call(other))
             assert drafts_of(other) == fresh_drafts([5])
@@ -176,7 +200,7 @@ def test_a_long_append_does_not_hold_up_another_clients_drafts() -> None:
             assert not waiting.done()
             assert harness.model.rows_written < 3_000
             await waiting
-            assert bulk.outcome.committed_end == 3_000
+            assert outcome_of(bulk).committed_end == 3_000
 
     run(test())
 
@@ -189,8 +213,7 @@ def test_calls_that_wait_together_share_one_forward() -> None:
             await asyncio.to_thread(model.entered.wait, 10)
             works = [make_work("a", 0, [i, i], client_id=f"client-{i}") for i in range(5)]
             calls = [asyncio.create_task(engine.propose(make_call(work))) for work in works]
-            while engine.num_waiting < 6:
-                await asyncio.sleep(0)
+            await until_waiting(engine, 6)
             model.gate.set()
             await asyncio.gather(first, *calls)
             assert model.batches == [1, 5]
@@ -207,8 +230,7 @@ def test_a_call_whose_caller_has_gone_costs_nothing_further() -> None:
             first = asyncio.create_task(engine.propose(make_call(make_work("x", 0, [1]))))
             await asyncio.to_thread(model.entered.wait, 10)
             gone = asyncio.create_task(engine.propose(make_call(make_work("a", 0, [1, 2]))))
-            while engine.num_waiting < 2:
-                await asyncio.sleep(0)
+            await until_waiting(engine, 2)
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
             model.gate.set()
@@ -229,8 +251,7 @@ def test_a_call_past_its_deadline_is_told_so_and_has_changed_nothing() -> None:
             await asyncio.to_thread(model.entered.wait, 10)
             call = make_call(make_work("a", 0, [1, 2]), deadline_ms=0.001)
             late = asyncio.create_task(engine.propose(call))
-            while engine.num_waiting < 2:
-                await asyncio.sleep(0)
+            await until_waiting(engine, 2)
             model.gate.set()
             await first
             with pytest.raises(ApiError) as caught:
@@ -259,7 +280,7 @@ def test_draining_finishes_what_is_inside_and_refuses_the_rest() -> None:
     run(test())
 
 
-def test_no_draft_is_made_past_the_context_limit_and_neighbours_are_intact() -> None:  # C-10
+def test_no_draft_is_made_past_the_context_limit_and_neighbours_are_intact() -> None:
     async def test() -> None:
         async with running(make_harness(max_context=20)) as engine:
             for length in range(14, 21):
@@ -267,8 +288,10 @@ def test_no_draft_is_made_past_the_context_limit_and_neighbours_are_intact() -> 
                 work, neighbour = make_work(f"s{length}", 0, tokens), make_work("n", 0, [5], seq=length)
                 await engine.propose(make_call(work, neighbour))
                 assert drafts_of(neighbour) == fresh_drafts([5])
-                assert work.outcome.committed_end == length
-                assert (drafts_of(work) if work.outcome.proposal else []) == (fresh_drafts(tokens) if length + 4 <= 20 else [])
+                assert outcome_of(work).committed_end == length
+                assert (drafts_of(work) if outcome_of(work).proposal else []) == (
+                    fresh_drafts(tokens) if length + 4 <= 20 else []
+                )
 
     run(test())
 
@@ -296,18 +319,138 @@ def test_closing_frees_the_pages_and_a_late_update_stays_out() -> None:
             await engine.propose(make_call(closer, closes=[SessionKey("client", "a"), SessionKey("client", "unknown")]))
             late = make_work("a", 2, [3], seq=1)
             await engine.propose(make_call(late))
-            assert late.outcome.error.code == "stale_incarnation"
+            assert error_of(late).code == "stale_incarnation"
 
     run(test())
 
 
-def test_a_cut_by_survival_changes_length_only() -> None:  # C-41
+def test_a_cut_by_survival_changes_length_only() -> None:
     async def test() -> None:
         async with running(make_harness()) as engine:
             whole, cut = make_work("a", 0, [1]), make_work("b", 0, [1], confidence_threshold=0.8)
             await engine.propose(make_call(whole, cut))
             assert drafts_of(cut) == drafts_of(whole)[:2]
-            assert cut.outcome.proposal.survival == whole.outcome.proposal.survival[:2]
-            assert cut_by_survival(whole.outcome.proposal, 0.0) is whole.outcome.proposal
+            assert proposal_of(cut).survival == proposal_of(whole).survival[:2]
+            assert cut_by_survival(proposal_of(whole), 0.0) is proposal_of(whole)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("proposal", "problem"),
+    [
+        (DraftProposal([1, 2], [0.5, 0.5], [0.5, 0.25]), None),
+        (DraftProposal([1, 2], [], []), None),
+        (DraftProposal([], [], []), None),
+        (DraftProposal([1, 2, 3], [], []), "3 drafts where 2"),
+        (DraftProposal([1, 2], [0.5], [0.5]), "1 values of confidence"),
+        (DraftProposal([1, 2], [0.5, float("nan")], [0.5, 0.5]), "confidence is not finite"),
+    ],
+)
+def test_proposals_that_cannot_be_sent_are_named(proposal: DraftProposal, problem: str | None) -> None:
+    found = proposal_problem(proposal, 2)
+    assert found is None if problem is None else found is not None and problem in found
+
+
+def test_an_unfit_proposal_fails_its_session_only() -> None:
+    class Unfit(FakeDrafter):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
+            first, *rest = super().draft(requests)
+            return [DraftProposal(first.token_ids, [float("nan")] * 4, first.survival), *rest]
+
+    async def test() -> None:
+        async with running(make_harness(Unfit())) as engine:
+            works = [make_work("a", 0, [1]), make_work("b", 0, [2])]
+            await engine.propose(make_call(*works))
+            assert error_of(works[0]).code == "internal"
+            assert drafts_of(works[1]) == fresh_drafts([2])
+
+    run(test())
+
+
+def test_a_client_that_leaves_takes_its_waiting_calls_and_sessions_along() -> None:
+    async def test() -> None:
+        model = GatedDrafter()
+        async with running(make_harness(model)) as engine:
+            first = asyncio.create_task(engine.propose(make_call(make_work("a", 0, [1], client_id="gone"))))
+            await asyncio.to_thread(model.entered.wait, 10)
+            second = asyncio.create_task(engine.propose(make_call(make_work("a", 1, [2], seq=1, client_id="gone"))))
+            other = make_work("a", 0, [5], client_id="here")
+            third = asyncio.create_task(engine.propose(make_call(other)))
+            await until_waiting(engine, 3)
+            engine.drop_client("gone", "disconnect")
+            model.gate.set()
+            await asyncio.gather(first, third)
+            with pytest.raises(ApiError) as caught:
+                await second
+            assert caught.value.code == "epoch_mismatch"
+            assert drafts_of(other) == fresh_drafts([5])
+            assert await engine.run(lambda sessions: [session.key.client_id for session in sessions]) == ["here"]
+
+    run(test())
+
+
+def test_closing_a_session_in_the_middle_of_its_rows_is_told_to_its_call() -> None:
+    async def test() -> None:
+        harness = make_harness(FakeDrafter(num_pages=1_024), max_context=4_096, rows_per_chunk=4)
+        async with running(harness) as engine:
+            works = [make_work("long", 0, [1] * 2_000), make_work("short", 0, [2])]
+            waiting = asyncio.create_task(engine.propose(make_call(*works)))
+            while harness.model.rows_written == 0:  # noqa: ASYNC110 - see until_waiting
+                await asyncio.sleep(0)
+            await engine.close_session(works[0].key)
+            await waiting
+            assert error_of(works[0]).code == "session_not_found"
+            assert drafts_of(works[1]) == fresh_drafts([2])
+            assert harness.metrics.forward_failures.labels("context")._value.get() == 0
+
+    run(test())
+
+
+def test_rows_from_the_prefix_cache_and_rows_missing_are_counted() -> None:
+    async def test() -> None:
+        harness = make_harness()
+        tokens = list(range(1, 11))
+        async with running(harness) as engine:
+            await engine.propose(make_call(make_work("a", 0, tokens)))
+            work = make_work("b", 10, [11])
+            work.change = work.change._replace(prefix_token_ids=tuple(tokens))
+            await engine.propose(make_call(work))
+            assert outcome_of(work).rows_held == 9
+            metrics = harness.metrics
+            counted = [c._value.get() for c in (metrics.prefix_queried_rows, metrics.rows_restored, metrics.rows_missing)]
+            assert counted == [10, 8, 2]
+
+    run(test())
+
+
+def test_acceptance_is_learnt_from_the_next_rows() -> None:
+    async def test() -> None:
+        harness = make_harness()
+        async with running(harness) as engine:
+            first = make_work("a", 0, [1, 2])
+            await engine.propose(make_call(first))
+            kept = drafts_of(first)[:3]
+            await engine.propose(make_call(make_work("a", 2, [7, *kept], seq=1)))
+            verified = harness.metrics.verified_drafts.labels("<1k", "full")._value.get()
+            accepted = harness.metrics.accepted_tokens.labels("<1k", "full")._value.get()
+            places = [harness.metrics.accepted_tokens_per_position.labels(str(i))._value.get() for i in range(4)]
+            assert (verified, accepted, places) == (1, 3, [1, 1, 1, 0])
+
+    run(test())
+
+
+def test_a_worker_that_cannot_start_says_why_and_takes_no_call() -> None:
+    def fail() -> None:
+        raise RuntimeError("no device")
+
+    engine = make_harness(on_worker_start=fail).engine
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.start()
+
+    async def test() -> None:
+        with pytest.raises(ApiError) as caught:
+            await engine.propose(make_call(make_work("a", 0, [1])))
+        assert caught.value.code == "not_ready"
 
     run(test())

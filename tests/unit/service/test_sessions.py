@@ -1,11 +1,12 @@
-"""The session table against a plain model, and each of its rules by name (numbers: protocol invariants)."""
+"""The session table against a plain model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from attention.cache import PageAllocator
