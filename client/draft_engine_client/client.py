@@ -82,6 +82,11 @@ class DraftClient:
         self.close()
 
     @property
+    def settings(self) -> ClientSettings:
+        """The settings it was made with."""
+        return self._settings
+
+    @property
     def facts(self) -> ModelFacts | None:
         """What the server said of its model at the last handshake; None before the first."""
         return self._state.facts

@@ -32,7 +32,7 @@ class HttpReply:
     body: bytes
 
 
-class _Deadline:
+class Deadline:
     """The time the current request of a connection ends at, on time.monotonic()."""
 
     def __init__(self) -> None:
@@ -50,17 +50,19 @@ class _Deadline:
         return left
 
 
-class _DeadlineStream(httpcore.NetworkStream):
+class DeadlineStream(httpcore.NetworkStream):
     """A stream that counts down one deadline over all reads and writes."""
 
-    def __init__(self, stream: httpcore.NetworkStream, deadline: _Deadline) -> None:
+    def __init__(self, stream: httpcore.NetworkStream, deadline: Deadline) -> None:
         self._stream = stream
         self._deadline = deadline
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002 - the deadline rules
+        """Read what there is, up to `max_bytes`."""
         return self._stream.read(max_bytes, self._deadline.remaining())
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
+        """Write all of it, in pieces, each of which counts down the deadline."""
         if len(buffer) <= _WRITE_BYTES:
             self._stream.write(buffer, self._deadline.remaining())
             return
@@ -69,6 +71,7 @@ class _DeadlineStream(httpcore.NetworkStream):
             self._stream.write(view[first : first + _WRITE_BYTES], self._deadline.remaining())  # type: ignore[arg-type]
 
     def close(self) -> None:
+        """Close the stream."""
         self._stream.close()
 
     def start_tls(
@@ -77,16 +80,18 @@ class _DeadlineStream(httpcore.NetworkStream):
         server_hostname: str | None = None,
         timeout: float | None = None,  # noqa: ARG002
     ) -> httpcore.NetworkStream:
-        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, self._deadline.remaining()), self._deadline)
+        """Put TLS on top; the deadline holds for it too."""
+        return DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, self._deadline.remaining()), self._deadline)
 
     def get_extra_info(self, info: str) -> Any:
+        """What the stream underneath says."""
         return self._stream.get_extra_info(info)
 
 
-class _DeadlineBackend(httpcore.SyncBackend):
+class DeadlineBackend(httpcore.SyncBackend):
     """Opens deadline streams, and remembers the socket so that another thread can wake a blocked read."""
 
-    def __init__(self, deadline: _Deadline, connect_timeout_s: float) -> None:
+    def __init__(self, deadline: Deadline, connect_timeout_s: float) -> None:
         self._deadline = deadline
         self._connect_timeout_s = connect_timeout_s
         self.socket: socket.socket | None = None
@@ -99,10 +104,11 @@ class _DeadlineBackend(httpcore.SyncBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
+        """Open a connection, within the connect timeout and the deadline."""
         limit = min(self._connect_timeout_s, self._deadline.remaining())
         stream = super().connect_tcp(host, port, limit, local_address, socket_options)  # sets TCP_NODELAY
         self.socket = stream.get_extra_info("socket")
-        return _DeadlineStream(stream, self._deadline)
+        return DeadlineStream(stream, self._deadline)
 
 
 class Channel:
@@ -121,8 +127,8 @@ class Channel:
         if settings.api_key is not None:
             self._headers.append((b"authorization", b"Bearer " + settings.api_key.encode()))
         self._max_reply_bytes = settings.max_reply_bytes
-        self._deadline = _Deadline()
-        self._backend = _DeadlineBackend(self._deadline, settings.connect_timeout_s)
+        self._deadline = Deadline()
+        self._backend = DeadlineBackend(self._deadline, settings.connect_timeout_s)
         self._connection = httpcore.HTTPConnection(
             httpcore.Origin(self._scheme, self._host, port), network_backend=self._backend
         )

@@ -79,12 +79,15 @@ def verify_sampled(
         raise ValueError(f"target_probs must be [{count + 1}, V]; it is {list(target_probs.shape)}")
     if (draft_probs is None) != (draft_probs_ids is None):
         raise ValueError("draft_probs_ids and draft_probs go together")
-    if draft_probs is not None and draft_probs_ids is not None:
-        if draft_probs.shape != draft_probs_ids.shape or draft_probs.ndim != 2 or len(draft_probs) != count:
-            raise ValueError(
-                f"draft_probs must be [{count}, K] beside ids of the same shape; they are {list(draft_probs.shape)} "
-                f"and {list(draft_probs_ids.shape)}"
-            )
+    if (
+        draft_probs is not None
+        and draft_probs_ids is not None
+        and not (draft_probs.ndim == 2 and draft_probs.shape == draft_probs_ids.shape and len(draft_probs) == count)
+    ):
+        raise ValueError(
+            f"draft_probs must be [{count}, K] beside ids of the same shape; they are {list(draft_probs.shape)} "
+            f"and {list(draft_probs_ids.shape)}"
+        )
     for place, token_id in enumerate(draft_token_ids):
         target_row = target_probs[place]
         drafted = _DraftRow.certain(token_id)
@@ -112,6 +115,7 @@ class _DraftRow:
     def reported(cls, token_id: int, ids: NDArray[np.integer], probs: NDArray[np.floating]) -> _DraftRow:
         support = probs > 0
         ids, probs = ids[support], probs[support].astype(np.float64)
+        probs /= probs.sum()
         drawn = probs[ids == token_id]
         # A token that its own distribution rules out was not drawn from it; then it is judged as a point mass.
         if len(drawn) != 1:

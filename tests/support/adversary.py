@@ -94,7 +94,8 @@ class Fault:
         mutate: changes the reply document.
         tensors: changes the reply's tensors.
         manner: `hang_up` closes instead of answering, `truncate` halfway through the body, `garbage` is not HTTP, `noise` is
-            HTTP with a body of noise, `trickle` sends a byte now and then, `json` answers in the wrong media type.
+            HTTP with a body of noise, `trickle` sends a byte now and then, `json` answers in the wrong media type, `hold` says
+            nothing for as long as the caller waits.
     """
 
     delay_s: float = 0.0
@@ -103,7 +104,7 @@ class Fault:
     refuse_sessions: tuple[str, dict[str, Any]] | None = None
     mutate: Callable[[dict[str, Any]], None] | None = None
     tensors: Callable[[dict[str, TensorView]], dict[str, TensorView]] | None = None
-    manner: Literal["reply", "hang_up", "truncate", "garbage", "noise", "trickle", "json"] = "reply"
+    manner: Literal["reply", "hang_up", "truncate", "garbage", "noise", "trickle", "json", "hold"] = "reply"
 
 
 @dataclass
@@ -294,6 +295,8 @@ class Adversary:
             fault = self._faults.popleft() if self._faults else self._always or fault
         if fault.delay_s and not fault.is_applied:
             time.sleep(fault.delay_s)
+        if fault.manner == "hold" and not fault.is_applied:
+            return bool(connection.recv(1))
         if fault.refuse is not None:
             _send(connection, fault.refuse[0], _error_body(fault.refuse[1]), "application/json")
             return True
@@ -321,6 +324,8 @@ class Adversary:
             _send(connection, 200, text, "application/json")
             return True
         body = codec.encode(text, tensors)
+        if fault.manner == "hold":
+            return bool(connection.recv(1))
         if fault.manner == "hang_up":
             return False
         if fault.manner == "garbage":
