@@ -11,10 +11,11 @@ from types import MappingProxyType
 from attention.backends.base import AttentionBackend
 from attention.backends.reference import ReferenceBackend
 from attention.backends.torch_cpu import TorchCpuBackend
+from attention.backends.triton_decode import TritonBackend
 from attention.selector import Candidate
 
 BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType(
-    {backend.name: backend for backend in (TorchCpuBackend, ReferenceBackend)}
+    {backend.name: backend for backend in (TritonBackend, TorchCpuBackend, ReferenceBackend)}
 )
 
 

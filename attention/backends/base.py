@@ -5,6 +5,7 @@ Shape symbols: B requests, Q query rows per request, H query heads, D key_dim, V
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -60,3 +61,8 @@ class AttentionBackend(ABC):
 
 def _cuda_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def missing_package(name: str) -> list[str]:
+    """A reason if a package is not installed. Nothing is imported."""
+    return [] if importlib.util.find_spec(name) is not None else [f"package {name} is not installed"]
