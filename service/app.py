@@ -22,15 +22,11 @@ from fastapi.openapi.utils import get_openapi
 
 from service.clients import ClientTable
 from service.edge import (
-    JSON,
     AsgiApp,
     Edge,
-    Message,
     Receive,
     Scope,
     Send,
-    read_body,
-    require_media_type,
 )
 from service.engine import DraftEngine
 from service.exception_handlers import EXCEPTION_HANDLERS
@@ -106,7 +102,7 @@ def create_app(
         elif scope["path"] == _PROPOSE_PATH:
             await propose(scope, receive, send)
         else:
-            await documented(scope, await _small_body(scope, receive), send)
+            await documented(scope, await with_json_body(scope, receive, SMALL_BODY_BYTES), send)
 
     return Edge(dispatch, api_key=api_key)
 
@@ -117,21 +113,6 @@ async def _sweep_clients(engine: DraftEngine, clients: ClientTable) -> None:
             logger.info("client %s (%s) has left: %s", client.client_id, client.name, reason)
             engine.drop_client(client.client_id, reason)
         await asyncio.sleep(CLIENT_SWEEP_SECONDS)
-
-
-async def _small_body(scope: Scope, receive: Receive) -> Receive:
-    """Read the body of a request that is no propose call, and hand it to the routes again."""
-    if scope["method"] in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        return receive
-    body = await read_body(scope, receive, SMALL_BODY_BYTES)
-    if body and scope["path"] == _CLIENTS_PATH:
-        require_media_type(scope, (JSON,))
-    messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
 
 
 def _openapi(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:

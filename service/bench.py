@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from draft_engine_client.client import DraftClient, SessionStep
+from draft_engine_client.client import DraftClient
+from draft_engine_client.sessions import SessionStep
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import TargetFingerprint
 from numpy.typing import NDArray
@@ -128,8 +129,8 @@ def _time_sessions(drafter: Drafter, url: str, sessions: int, settings: BenchSet
         client.close()
     # The first step takes in the whole context, and the next ones warm up.
     timed = slice(4, None)
-    medians = [statistics.median(values[timed]) for values in (local_ms, remote_ms, server_ms)]
-    return Timing(sessions, *medians, same_drafts=is_same)
+    in_process, over_http, in_server = (statistics.median(values[timed]) for values in (local_ms, remote_ms, server_ms))
+    return Timing(sessions, in_process, over_http, in_server, is_same)
 
 
 def _fingerprint(drafter: Drafter) -> TargetFingerprint:

@@ -32,7 +32,7 @@ from service.settings import (
 if TYPE_CHECKING:
     from draft_model.drafter import Drafter
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("service.cli")
 
 DISTRIBUTION = "draft-engine"
 # Idle threads of GNU OpenMP spin before they sleep. Target and drafter take turns on the same cores, so a thread that spins
@@ -185,13 +185,13 @@ def _bench(settings: Any) -> int:
     return run_bench(settings, Console(highlight=False))
 
 
-def _train_settings() -> type[EngineSettings]:
+def _train_settings() -> type[Any]:
+    from pydantic import BaseModel, create_model
+
     from draft_model.training.recipe import TrainSettings
 
-    class TrainCommand(TrainSettings, EngineSettings):
-        """Training a drafter."""
-
-    return TrainCommand
+    bases: tuple[type[BaseModel], ...] = (EngineSettings, TrainSettings)
+    return create_model("TrainCommand", __base__=bases)
 
 
 def _target_settings() -> type[EngineSettings]:

@@ -7,7 +7,7 @@ both ways, one right after the other, and which way comes first alternates, so t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,14 @@ def run_demo(settings: DemoSettings, console: Console) -> bool:
     Raises:
         StartupError: a server does not start or a file is missing.
     """
-    ensure_target(settings.cache_dir, console.print)
+    target_folder = ensure_target(settings.cache_dir, console.print)
     logs = settings.output.parent / "logs"
-    common = ["--port", "0", "--log-level", "warning"]
-    draft_arguments = ["serve", *common[:2], *(["--model", str(settings.model)] if settings.model else [])]
+    draft_arguments = ["serve", "--port", "0", "--target-model", str(target_folder)]
+    if settings.model is not None:
+        draft_arguments += ["--model", str(settings.model)]
     console.print("starting the draft server and the target server")
     with server_process(draft_arguments, logs / "draft.log") as draft:
-        target_arguments = ["target", *common[:2], "--draft-url", draft.url, "--cache-dir", str(settings.cache_dir)]
+        target_arguments = ["target", "--port", "0", "--draft-url", draft.url, "--cache-dir", str(settings.cache_dir)]
         with server_process(target_arguments, logs / "target.log") as target, httpx.Client(timeout=600.0) as http:
             console.print(f"draft server  {draft.url}    target server  {target.url}")
             entry = http.get(f"{draft.url}/v1/models").raise_for_status().json()["data"][0]
@@ -172,7 +173,7 @@ def make_figures(comparisons: Sequence[Comparison], draft: dict[str, Any]) -> li
     return figures
 
 
-def rate(runs: Any) -> float:
+def rate(runs: Iterable[Run]) -> float:
     """Tokens per second over several runs."""
     listed = list(runs)
     return sum(len(run.token_ids) for run in listed) / sum(run.seconds for run in listed)

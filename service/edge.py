@@ -139,6 +139,25 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
             return body
 
 
+async def with_json_body(scope: Scope, receive: Receive, limit: int) -> Receive:
+    """Read the body of a request that takes JSON, and return what hands it to the routes again.
+
+    Raises:
+        RequestError: body_too_large or unsupported_media_type.
+    """
+    if scope["method"] in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        return receive
+    body = await read_body(scope, receive, limit)
+    if body:
+        require_media_type(scope, (JSON,))
+    messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
 def _too_large(size: int, limit: int) -> RequestError:
     return RequestError(
         "body_too_large",

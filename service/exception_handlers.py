@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,7 +14,7 @@ from starlette.exceptions import HTTPException
 from service.edge import JSON, error_headers, error_object, validation_error
 from service.errors import ApiError, InternalError, NotFoundError, RequestError
 
-Handler = Callable[[Request, Exception], Awaitable[Response]]
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 
 
 def _respond(error: ApiError) -> Response:

@@ -275,7 +275,17 @@ def add_flags(parser: argparse.ArgumentParser, settings_class: type[BaseSettings
 def given_flags(namespace: argparse.Namespace, settings_class: type[BaseSettings]) -> dict[str, Any]:
     """The flags that were on the command line, by field name."""
     values = vars(namespace)
-    return {name: values[name] for name in settings_class.model_fields if values.get(name) is not None}
+    return {
+        name: _split_list(values[name]) if get_origin(field.annotation) is tuple else values[name]
+        for name, field in settings_class.model_fields.items()
+        if values.get(name) is not None
+    }
+
+
+def _split_list(text: str) -> list[str]:
+    """`5,13,21` or `[5, 13, 21]` -> its items, as text."""
+    inner = text.strip().removeprefix("[").removesuffix("]")
+    return [item.strip().strip("\"'") for item in inner.split(",") if item.strip()]
 
 
 def _default_text(field: FieldInfo) -> str:
@@ -295,7 +305,9 @@ def _metavar(field: FieldInfo) -> str:
         annotation = next(arg for arg in get_args(annotation) if arg is not NoneType)
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
-    names = {int: "N", float: "SECONDS", Path: "PATH", SecretStr: "KEY"}
+    if get_origin(annotation) is tuple:
+        return "A,B,..."
+    names = {int: "N", float: "NUMBER", Path: "PATH", SecretStr: "KEY"}
     if annotation is int and any(isinstance(item, BeforeValidator) for item in field.metadata):
         return "SIZE"
     return names.get(annotation, "TEXT") if isinstance(annotation, type) else "TEXT"

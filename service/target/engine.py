@@ -22,7 +22,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from draft_engine_client.client import ClientStats, Drafts, SessionStep
+from draft_engine_client.replies import Drafts
+from draft_engine_client.sessions import SessionStep
+from draft_engine_client.state import ClientStats
 from draft_engine_client.verification import verify_greedy, verify_sampled
 from draft_engine_client.wire import Sampling
 from numpy.typing import NDArray

@@ -57,7 +57,8 @@ def serve_target(settings: TargetSettings) -> None:
         try:
             api_key = settings.api_key.get_secret_value() if settings.api_key else None
             facts = TargetFacts(name, model.config.vocab_size, settings.num_draft_tokens, int(time.time()))
-            serve(create_target_app(engine, tokenizer, facts, api_key=api_key), settings)
+            app = create_target_app(engine, tokenizer, facts, api_key=api_key, max_body_bytes=settings.max_body_bytes)
+            serve(app, settings)
         finally:
             engine.stop()
 

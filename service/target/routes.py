@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from service.edge import Edge
+from service.edge import Edge, Receive, Scope, Send, with_json_body
 from service.errors import NotFoundError, RequestError
 from service.exception_handlers import EXCEPTION_HANDLERS
 from service.target.distribution import TargetSampling
@@ -80,7 +80,9 @@ class Answer:
                 return
 
 
-def create_target_app(engine: TargetEngine, tokenizer: TargetTokenizer, facts: TargetFacts, *, api_key: str | None) -> Edge:
+def create_target_app(
+    engine: TargetEngine, tokenizer: TargetTokenizer, facts: TargetFacts, *, api_key: str | None, max_body_bytes: int = 2**20
+) -> Edge:
     """Make the ASGI application around an engine that has been started."""
     app = FastAPI(
         title="draft-engine target",
@@ -110,7 +112,12 @@ def create_target_app(engine: TargetEngine, tokenizer: TargetTokenizer, facts: T
         """Answer 200 while the worker runs."""
         return JSONResponse(service.health(), 200 if engine.is_alive else 503)
 
-    return Edge(app, api_key=api_key)
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            receive = await with_json_body(scope, receive, max_body_bytes)
+        await app(scope, receive, send)
+
+    return Edge(dispatch, api_key=api_key)
 
 
 class _TargetService:

@@ -128,7 +128,7 @@ class Sequence:
     def append(self, new_token_ids: list[int]) -> Chunk:
         """Commit new tokens up to the first that ends the answer, and return what they add."""
         shown: list[int] = []
-        text = ""
+        text, is_stopped = "", False
         for token_id in new_token_ids:
             self.token_ids.append(token_id)
             if token_id in self.request.stop_token_ids:
@@ -136,16 +136,21 @@ class Sequence:
                 break
             shown.append(token_id)
             text += self.scanner.push(self.text.push(token_id))
-            if self.scanner.matched is not None:
-                self.finish_reason, self.stop_reason = "stop", self.scanner.matched
+            if is_stopped := self._take_stop_string():
                 break
             if self.num_generated >= self.request.max_tokens:
                 self.finish_reason = "length"
                 break
-        if self.finish_reason is not None and self.scanner.matched is None:
+        if self.finish_reason is not None and not is_stopped:
             text += self.scanner.push(self.text.finish())
             text += self.scanner.finish()
-            if self.scanner.matched is not None:
-                self.finish_reason, self.stop_reason = "stop", self.scanner.matched
+            self._take_stop_string()
         counts = self.counts if self.finish_reason is not None else None
         return Chunk(text, tuple(shown), self.finish_reason, self.stop_reason, counts)
+
+    def _take_stop_string(self) -> bool:
+        """Finish if a stop string was found."""
+        if self.scanner.matched is None:
+            return False
+        self.finish_reason, self.stop_reason = "stop", self.scanner.matched
+        return True

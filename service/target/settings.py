@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr, model_validator
 
-from service.settings import ListenSettings
+from service.settings import Bytes, ListenSettings
 from service.target.weights import default_cache_dir
 
 
@@ -39,14 +39,14 @@ class TargetSettings(ListenSettings):
     target_layer_ids: tuple[int, ...] = Field(
         (5, 13, 21, 28),
         min_length=1,
-        description="Layers whose output the drafter reads, 0-based; as JSON, such as [5,13,21,28].",
+        description="Layers whose output the drafter reads, 0-based, in order.",
     )
 
     max_batch: int = Field(8, ge=1, le=256, description="Requests that decode together.")
     max_waiting: int = Field(64, ge=0, description="Requests that may wait; more are answered 429.")
     max_context: int = Field(2048, ge=16, description="Tokens of prompt and answer together.")
     prefill_chunk: int = Field(256, ge=1, description="Prompt tokens fed between two decode steps.")
-    max_body_bytes: int = Field(2**20, ge=1, description="Bytes in one request body.")
+    max_body_bytes: Bytes = Field(2**20, description="Bytes in one request body.")
 
     @model_validator(mode="before")
     @classmethod

@@ -106,7 +106,7 @@ def _convert(source: Path, folder: Path, report: Callable[[str], None]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # Tied tensors share memory; the head is the embedding.
     tensors = {

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from draft_engine_client.client import ClientStats, Drafts, SessionStep
+from draft_engine_client.replies import Drafts
+from draft_engine_client.sessions import SessionStep
+from draft_engine_client.state import ClientStats
 
 from draft_model.target_model import TargetModel
 from service.errors import CapacityError, UnavailableError

@@ -224,3 +224,11 @@ def test_a_full_server_answers_429_and_serves_on(server: Running) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     answers = {tuple(reply.json()["choices"][0]["token_ids"]) for reply in replies if reply.status_code == 200}
     assert answers == {tuple(decode_plainly(server.model, PROMPTS[0], 400))}
+
+
+def test_a_body_that_is_too_large_or_of_another_type_is_refused(server: Running) -> None:
+    large = server.complete(stop="x" * 256, prompt="y" * 2**20)
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+    assert large.json()["error"]["max_body_bytes"] == 2**20
+    text = server.http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert (text.status_code, text.json()["error"]["code"]) == (415, "unsupported_media_type")
