@@ -21,13 +21,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from service.clients import ClientTable
-from service.edge import (
-    AsgiApp,
-    Edge,
-    Receive,
-    Scope,
-    Send,
-)
+from service.edge import AsgiApp, Edge, Receive, Scope, Send, with_json_body
 from service.engine import DraftEngine
 from service.exception_handlers import EXCEPTION_HANDLERS
 from service.metrics import EngineMetrics
