@@ -186,7 +186,8 @@ def test_bad_chats_name_the_field(server: Running, messages: Any, param: str) ->
 
 
 def test_malformed_bodies_unknown_routes_and_keys(server: Running) -> None:
-    assert server.http.post("/v1/completions", content=b'{"prompt": ').status_code == 400
+    malformed = server.http.post("/v1/completions", content=b'{"prompt": ', headers={"content-type": "application/json"})
+    assert malformed.status_code == 400
     assert server.http.get("/v1/nothing").json()["error"]["code"] == "not_found"
     assert server.http.get("/v1/completions").status_code == 405
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
