@@ -64,6 +64,16 @@ class SessionStep:
     prefix_token_ids: Sequence[int] = ()
 
 
+def _are_finite(features: NDArray[Any]) -> bool:
+    """Whether no exponent is all ones. Comparing bits is several times faster than np.isfinite of float16."""
+    if not features.size:
+        return True
+    if features.dtype.itemsize == 4:
+        return bool((features.view(np.uint32) & 0x7F800000).max() != 0x7F800000)
+    exponent = np.uint16(0x7C00 if features.dtype.kind == "f" else 0x7F80)
+    return bool((features.view(np.uint16) & exponent).max() != exponent)
+
+
 class RowStore:
     """Feature rows of positions [first, end), in blocks, so that growing never copies. At most `max_rows` are kept."""
 
@@ -214,7 +224,7 @@ class SessionMirror:
         token_ids = self._checked(step.token_ids)
         prefix = self._checked(step.prefix_token_ids)
         self._checked((step.anchor_token_id,))
-        if self._dtype.kind == "f" and not np.isfinite(features).all():
+        if not _are_finite(features):
             raise ValueError("a feature is not finite")
         self._place(step.start, prefix)
         self._token_ids.extend(token_ids)

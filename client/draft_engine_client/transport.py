@@ -20,6 +20,7 @@ from draft_engine_client.errors import LateError, TransportError
 from draft_engine_client.settings import ClientSettings
 
 _WRITE_BYTES = 256 * 1024
+_JOIN_BYTES = 64 * 1024
 _USER_AGENT = b"draft-engine-client"
 
 
@@ -33,10 +34,14 @@ class HttpReply:
 
 
 class Deadline:
-    """The time the current request of a connection ends at, on time.monotonic()."""
+    """The time the current request of a connection ends at, on time.monotonic().
+
+    `is_head_held` has the next write wait for the one after it, so that a head and a short body leave in one piece.
+    """
 
     def __init__(self) -> None:
         self.at = 0.0
+        self.is_head_held = False
 
     def remaining(self) -> float:
         """Seconds left.
@@ -56,6 +61,7 @@ class DeadlineStream(httpcore.NetworkStream):
     def __init__(self, stream: httpcore.NetworkStream, deadline: Deadline) -> None:
         self._stream = stream
         self._deadline = deadline
+        self._head = b""
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ARG002 - the deadline rules
         """Read what there is, up to `max_bytes`."""
@@ -63,6 +69,16 @@ class DeadlineStream(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ARG002
         """Write all of it, in pieces, each of which counts down the deadline."""
+        if self._deadline.is_head_held:
+            self._deadline.is_head_held = False
+            self._head = buffer
+            return
+        if self._head:
+            head, self._head = self._head, b""
+            if len(buffer) > _JOIN_BYTES:
+                self._stream.write(head, self._deadline.remaining())
+            else:
+                buffer = head + buffer
         if len(buffer) <= _WRITE_BYTES:
             self._stream.write(buffer, self._deadline.remaining())
             return
@@ -147,6 +163,7 @@ class Channel:
             TransportError: the connection failed, or what came back is not HTTP.
         """
         self._deadline.at = deadline_at
+        self._deadline.is_head_held = bool(body)
         request = httpcore.Request(
             method,
             httpcore.URL(scheme=self._scheme, host=self._host, port=self._port, target=self._base + path.encode()),

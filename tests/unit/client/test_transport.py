@@ -76,6 +76,19 @@ def test_a_long_write_goes_in_pieces_and_whole(inner: RecordingStream) -> None:
     assert len(inner.timeouts) > 1
 
 
+@pytest.mark.parametrize(("size", "num_writes"), [(10, 1), (100_000, 2)])
+def test_a_head_leaves_together_with_a_short_body(inner: RecordingStream, size: int, num_writes: int) -> None:
+    deadline = Deadline()
+    deadline.at = time.monotonic() + 100.0
+    stream = DeadlineStream(inner, deadline)
+    for _ in range(2):
+        deadline.is_head_held = True
+        stream.write(b"head")
+        stream.write(b"b" * size)
+    assert inner.written == (b"head" + b"b" * size) * 2
+    assert len(inner.timeouts) == 2 * num_writes
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[::1]:1/base/", "https://draft.example"])
 def test_a_channel_is_not_ready_before_its_first_request(url: str) -> None:
     channel = Channel(ClientSettings(url))
