@@ -1,6 +1,7 @@
 """Errors of the draft model package.
 
 DraftModelError
+  TrainingError       settings of a training run that cannot be used
   CheckpointError     a folder, file, key or tensor that cannot be loaded exactly
   DraftRequestError   a request that this draft model cannot serve; `code` and `numbers` say which limit it breaks
 """
@@ -12,6 +13,10 @@ from collections.abc import Mapping
 
 class DraftModelError(Exception):
     """Base of everything this package raises on purpose."""
+
+
+class TrainingError(DraftModelError):
+    """A training run cannot be done as asked: a device is missing, or settings contradict the target."""
 
 
 class CheckpointError(DraftModelError):

@@ -110,6 +110,7 @@ def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:
     """Load the draft model and, with the shipped one, the hash of its target's tokenizer."""
     import torch
 
+    from attention.selector import AttentionSelectionError
     from draft_model.drafter import Drafter
     from service.shipped import shipped_drafter
     from service.target.text import TargetTokenizer
@@ -125,15 +126,18 @@ def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise StartupError(f"--device {device}: no CUDA device is available")
-    drafter = Drafter.load(
-        path,
-        target_path=target_path,
-        device=device,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        kv_cache_memory=settings.kv_cache_memory,
-        page_size=settings.page_size,
-        attention_backend=settings.attention_backend,
-    )
+    try:
+        drafter = Drafter.load(
+            path,
+            target_path=target_path,
+            device=device,
+            dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+            kv_cache_memory=settings.kv_cache_memory,
+            page_size=settings.page_size,
+            attention_backend=settings.attention_backend,
+        )
+    except AttentionSelectionError as error:
+        raise StartupError(str(error)) from error
     for layer, selection in enumerate(drafter.selections):
         logger.info("layer %d: %s", layer, selection)
     drafter.warm_up()

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from draft_model.backbone.mla_dense import MlaShape
-from draft_model.errors import CheckpointError
+from draft_model.errors import CheckpointError, TrainingError
 from draft_model.target_model import TargetModel
 from draft_model.training.dataset import BatchStream, CachedSequence, load_cached
 from draft_model.training.evaluation import Acceptance
@@ -73,15 +73,17 @@ def run(settings: TrainSettings, target_path: Path, report: Callable[[str], None
         report: receives one line per event
     Raises:
         CheckpointError: the target or a sequence file cannot be read.
-        ValueError: the device is not there.
+        TrainingError: the device is not there, or a setting does not fit the target.
     """
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {settings.device!r} was asked for, but no CUDA device is available")
+        raise TrainingError(f"device {settings.device!r} was asked for, but no CUDA device is available")
     target = TargetModel.load(target_path)
     if max(settings.target_layer_ids) >= target.config.num_layers - 1:
         last = target.config.num_layers - 1
-        raise ValueError(f"target_layer_ids {list(settings.target_layer_ids)}: the last layer, {last}, cannot be captured")
+        raise TrainingError(f"target_layer_ids {list(settings.target_layer_ids)}: the last layer, {last}, cannot be captured")
+    if settings.draft_vocab_size > target.config.vocab_size:
+        raise TrainingError(f"draft_vocab_size {settings.draft_vocab_size} exceeds the target's {target.config.vocab_size}")
     sequences = _cached_sequences(settings, target, target_path, report)
     train, held_out = _split(sequences, settings)
     report(f"{sum(len(one.token_ids) for one in train):,} tokens to train on, {len(held_out)} held-out answers")
@@ -169,8 +171,10 @@ def _cached_sequences(
     if settings.sequence_files:
         given = load_sequences(settings.sequence_files)
         report(f"features of {len(given)} given sequences")
+        # Hundreds of rows at once multiply faster with float32 weights; the values are the same.
+        wide = TargetModel.load(target_path, "float32")
         shards += cache_features(
-            target, given, settings.work_dir / "features", target_layer_ids=settings.target_layer_ids, topk=32
+            wide, given, settings.work_dir / "features", target_layer_ids=settings.target_layer_ids, topk=32
         )
     return load_cached(shards)
 

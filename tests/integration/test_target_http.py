@@ -117,7 +117,7 @@ def test_a_stream_joins_to_the_whole_answer(server: Running) -> None:
 def test_a_chat_renders_the_template_and_streams_deltas(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_completion_tokens": 15}
     whole = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-    prompt = server.tokenizer.encode("<s>user: hi</s><s>assistant: ")
+    prompt = server.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert whole["choices"][0]["token_ids"] == decode_plainly(server.model, prompt, 15)
     assert whole["usage"]["prompt_tokens"] == len(prompt)
     assert whole["object"] == "chat.completion"

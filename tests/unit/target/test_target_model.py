@@ -35,7 +35,9 @@ def test_logits_and_layer_outputs_equal_transformers(folder: Path) -> None:
 
     raw = json.loads((folder / "config.json").read_text())
     oracle = LlamaForCausalLM(LlamaConfig(**raw)).eval()
-    oracle.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}, strict=False)
+    oracle.load_state_dict(
+        {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}, strict=False
+    )
     oracle.tie_weights()
     token_ids = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():

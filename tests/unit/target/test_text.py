@@ -32,12 +32,14 @@ def test_half_a_character_is_held_back_until_it_is_whole(tokenizer: TargetTokeni
 
 
 def test_special_tokens_are_no_text_and_end_tokens_are_known(tokenizer: TargetTokenizer) -> None:
-    assert tokenizer.decode(tokenizer.encode("<s>x</s>")) == "x"
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>x<|im_end|>")) == "x"
     assert tokenizer.end_token_ids == {END_TOKEN_ID}
 
 
 def test_a_chat_is_rendered_up_to_the_answer(tokenizer: TargetTokenizer) -> None:
-    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<s>user: hi</s><s>assistant: "
+    assert (
+        tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_folder_without_template_or_tokenizer_is_refused(tmp_path: Path) -> None:
