@@ -30,6 +30,8 @@ from service.settings import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from draft_model.drafter import Drafter
 
 logger = logging.getLogger("service.cli")
@@ -154,11 +156,9 @@ def _target(settings: Any) -> int:
 
 
 def _demo(settings: Any) -> int:
-    from rich.console import Console
-
     from service.demo import run_demo
 
-    return 0 if run_demo(settings, Console(highlight=False)) else 1
+    return 0 if run_demo(settings, _console()) else 1
 
 
 def _train(settings: Any) -> int:
@@ -172,21 +172,17 @@ def _train(settings: Any) -> int:
 
 
 def _inspect(settings: Any) -> int:
-    from rich.console import Console
-
     from service.inspect import print_report
     from service.shipped import shipped_drafter
 
-    print_report(settings.model or shipped_drafter(), settings, Console(highlight=False))
+    print_report(settings.model or shipped_drafter(), settings, _console())
     return 0
 
 
 def _bench(settings: Any) -> int:
-    from rich.console import Console
-
     from service.bench import run_bench
 
-    return run_bench(settings, Console(highlight=False))
+    return run_bench(settings, _console())
 
 
 def _train_settings() -> type[Any]:
@@ -266,6 +262,14 @@ COMMANDS = (
         _bench,
     ),
 )
+
+
+def _console() -> Console:
+    """The terminal, or 120 columns where there is none, as in a log."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
 
 
 def _set_threads(threads: int | None) -> None:
