@@ -64,6 +64,8 @@ def create_app(
     metrics.describe(version=version, model=facts.model_id, fingerprint=facts.fingerprint)
     metrics.track("clients", "Clients that have shaken hands.", lambda: float(len(clients)))
     metrics.track("sessions", "Sessions held.", lambda: float(engine.num_sessions))
+    metrics.track("free_pages", "Pages of the context pool that nobody holds.", lambda: float(engine.num_free_pages))
+    metrics.track("prefix_cache_pages", "Pages that the prefix cache holds.", lambda: float(engine.num_prefix_pages))
     metrics.track("waiting_calls", "Calls taken in and not yet answered.", lambda: float(engine.num_waiting))
     metrics.track("warnings", "Warnings of /health that stand now.", lambda: float(len(engine.warnings)))
 

@@ -110,6 +110,21 @@ def request_id_of(scope: Scope) -> bytes:
     return secrets.token_hex(8).encode()
 
 
+def declared_length(scope: Scope, limit: int) -> int:
+    """The length that a request gives its body; `limit` when it gives none.
+
+    Raises:
+        RequestError: body_too_large.
+    """
+    declared = header(scope, b"content-length")
+    if declared is None or not declared.isdigit():
+        return limit
+    length = int(declared)
+    if length > limit:
+        raise _too_large(length, limit)
+    return length
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
     """Read a whole request body of at most `limit` bytes, refusing a longer one before it has been taken in.
 
@@ -124,9 +139,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytearray:
-    declared = header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise _too_large(int(declared), limit)
+    declared_length(scope, limit)
     body = bytearray()
     while True:
         message = await receive()

@@ -109,6 +109,16 @@ class DraftEngine:
         return len(self._sessions)
 
     @property
+    def num_free_pages(self) -> int:
+        """Pages of the context pool that nobody holds."""
+        return self._sessions.num_free_pages
+
+    @property
+    def num_prefix_pages(self) -> int:
+        """Pages that the prefix cache holds, alone or with sessions."""
+        return self._sessions.num_prefix_pages
+
+    @property
     def warnings(self) -> list[str]:
         """What an operator should know although every call is answered."""
         return self._watch.warnings
@@ -127,8 +137,7 @@ class DraftEngine:
         Raises:
             ApiError: overloaded, draining or not_ready; the call was not taken in.
         """
-        if not self.is_alive:
-            raise UnavailableError("not_ready", "the engine's worker does not run")
+        self._require_alive()
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[None] = loop.create_future()
 
@@ -148,6 +157,10 @@ class DraftEngine:
         self._queue.put(call)
         return answered
 
+    def _require_alive(self) -> None:
+        if not self.is_alive:
+            raise UnavailableError("not_ready", "the engine's worker does not run")
+
     async def propose(self, call: ProposeCall) -> None:
         """Serve a call. Cancelling this coroutine drops what is left of it.
 
@@ -157,7 +170,12 @@ class DraftEngine:
         await self.submit(call)
 
     async def run(self, command: Callable[[SessionTable], ResultT]) -> ResultT:
-        """Run `command` on the worker, between two steps, and return what it returns or raise what it raises."""
+        """Run `command` on the worker, between two steps, and return what it returns or raise what it raises.
+
+        Raises:
+            UnavailableError: the worker does not run.
+        """
+        self._require_alive()
         done: Future[ResultT] = Future()
 
         def execute() -> None:

@@ -74,7 +74,6 @@ class EngineMetrics:
         self.queue_seconds = seconds("queue", "From arrival to admission.")
         self.context_seconds = seconds("context", "Writing the context rows of a step.")
         self.forward_seconds = seconds("forward", "Draft forward of a step.")
-        self.head_seconds = seconds("head", "Sequential head of a step.")
         self.call_seconds = seconds("call", "From arrival to reply.")
         self._version = Info("draft_engine_version", "Version of the engine and its draft model.", registry=registry)
 

@@ -8,8 +8,9 @@ it is parsed; replies are written from the engine's own values.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from service.edge import (
     Receive,
     Scope,
     Send,
+    declared_length,
     error_object,
     from_validation,
     read_body,
@@ -35,7 +37,7 @@ from service.edge import (
     send_response,
 )
 from service.engine import DraftEngine
-from service.errors import ApiError, RequestError
+from service.errors import ApiError, CapacityError, RequestError
 from service.intake import FEATURE_DTYPES, ContextRows, build_call
 from service.metrics import EngineMetrics
 from service.settings import EngineLimits
@@ -44,6 +46,10 @@ RequestT = TypeVar("RequestT", bound=ProposeRequest)
 
 CONTAINER = codec.MEDIA_TYPE.encode()
 MEDIA_TYPES = (CONTAINER, JSON)
+# JSON is for people and debugging: parsing a long one would hold up everybody else's calls.
+MAX_JSON_BYTES = 4 * 2**20
+# Bodies being received and served, as a multiple of the longest one.
+BODY_BUDGET = 4
 # Of a container's header, which holds the whole message; prefix tokens are the longest part of it.
 MAX_HEADER_BYTES = 16 * 2**20
 _WIRE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -59,6 +65,7 @@ class ProposeEndpoint:
         self._clients = clients
         self._facts = facts
         self._limits = limits
+        self._bodies = BodyBudget(BODY_BUDGET * limits.max_body_bytes)
         self._calls = metrics.calls
         self._calls_ok = metrics.calls.labels("ok")
         self._session_errors = metrics.session_errors
@@ -84,7 +91,20 @@ class ProposeEndpoint:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", "this path takes POST", numbers={"allow": "POST"})
         media_type = require_media_type(scope, MEDIA_TYPES)
-        body = await read_body(scope, receive, self._limits.max_body_bytes)
+        limit = self._limits.max_body_bytes if media_type == CONTAINER else min(MAX_JSON_BYTES, self._limits.max_body_bytes)
+        with self._bodies.reserve(declared_length(scope, limit)):
+            body = await read_body(scope, receive, limit)
+            call = self._call(scope, body, media_type, arrived_at)
+            if not await self._serve(call, receive):
+                return None
+        for work in call.items:
+            error = outcome_of(work).error
+            if error is not None:
+                self._session_errors.labels(error.code).inc()
+        encode_reply = encode_json if media_type == JSON else encode
+        return encode_reply(call, self._clients.server_id), media_type
+
+    def _call(self, scope: Scope, body: bytearray, media_type: bytes, arrived_at: float) -> ProposeCall:
         request: ProposeRequest
         if media_type == JSON:
             request = json_request = _parse(JsonProposeRequest, body)
@@ -93,15 +113,7 @@ class ProposeEndpoint:
         else:
             request, rows = decode_container(body)
             self._renew(request, scope, arrived_at)
-        call = build_call(request, rows, facts=self._facts, limits=self._limits, arrived_at=arrived_at)
-        if not await self._serve(call, receive):
-            return None
-        for work in call.items:
-            error = outcome_of(work).error
-            if error is not None:
-                self._session_errors.labels(error.code).inc()
-        encode_reply = encode_json if media_type == JSON else encode
-        return encode_reply(call, self._clients.server_id), media_type
+        return build_call(request, rows, facts=self._facts, limits=self._limits, arrived_at=arrived_at)
 
     def _renew(self, request: ProposeRequest, scope: Scope, now: float) -> Client:
         return self._clients.renew(request.client_id, request.server_id, now, connection_of(scope))
@@ -120,6 +132,33 @@ class ProposeEndpoint:
         finally:
             gone.cancel()
         return True
+
+
+class BodyBudget:
+    """Bounds the memory of all bodies together: callers that would go over are asked to come back."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._used_bytes = 0
+
+    @contextlib.contextmanager
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Count `num_bytes` as used while the context lasts.
+
+        Raises:
+            CapacityError: there is no room for them.
+        """
+        if self._used_bytes + num_bytes > self._max_bytes:
+            raise CapacityError(
+                "too many long bodies are on their way",
+                retry_after_s=1.0,
+                numbers={"body_bytes": num_bytes, "used_bytes": self._used_bytes, "max_bytes": self._max_bytes},
+            )
+        self._used_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._used_bytes -= num_bytes
 
 
 def connection_of(scope: Scope) -> Connection | None:

@@ -145,6 +145,16 @@ class SessionTable:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self._allocator.num_free
+
+    @property
+    def num_prefix_pages(self) -> int:
+        """Pages that the prefix cache holds."""
+        return 0 if self._prefix_cache is None else len(self._prefix_cache)
+
     def get(self, key: SessionKey) -> Session | None:
         """The session, or None."""
         return self._sessions.get(key)
