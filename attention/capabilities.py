@@ -99,7 +99,7 @@ class AttentionCapabilities:
         key_value_dims: pairs (key_dim, value_dim) it is compiled for.
         supports_sliding_window: the history may be cut.
         lse_base: base of the log-sum-exp it returns, None if it returns none.
-        kv_dtype_is_query_dtype: pool rows must have the queries' dtype.
+        kv_dtype_is_query_dtype: pool rows must have the queries' dtype, unless they are float8.
         compute_capabilities: the CUDA devices it is compiled for.
         min_compute_capability: the oldest CUDA device it runs on.
         supports_graph_capture: a call may be recorded in a CUDA graph.
@@ -136,7 +136,7 @@ class AttentionCapabilities:
                 f"a KV cache of {problem.kv_cache_dtype} is not supported",
             ),
             (
-                not self.kv_dtype_is_query_dtype or problem.dtype == problem.kv_cache_dtype,
+                not self.kv_dtype_is_query_dtype or problem.kv_cache_dtype in (problem.dtype, torch.float8_e4m3fn),
                 f"the KV cache must have the queries' dtype, got {problem.kv_cache_dtype} and {problem.dtype}",
             ),
             (problem.device.type in self.device_types, f"device {problem.device.type} is not supported"),

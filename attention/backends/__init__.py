@@ -9,14 +9,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from attention.backends.base import AttentionBackend
+from attention.backends.flash_mla import FlashMlaBackend
 from attention.backends.reference import ReferenceBackend
+from attention.backends.tokenspeed_mla import TokenSpeedMlaBackend
 from attention.backends.torch_cpu import TorchCpuBackend
 from attention.backends.triton_decode import TritonBackend
 from attention.selector import Candidate
 
-BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType(
-    {backend.name: backend for backend in (TritonBackend, TorchCpuBackend, ReferenceBackend)}
+_BEST_FIRST: tuple[type[AttentionBackend], ...] = (
+    TokenSpeedMlaBackend,
+    FlashMlaBackend,
+    TritonBackend,
+    TorchCpuBackend,
+    ReferenceBackend,
 )
+BACKENDS: Mapping[str, type[AttentionBackend]] = MappingProxyType({backend.name: backend for backend in _BEST_FIRST})
 
 
 def default_backends(backends: Mapping[str, type[AttentionBackend]] = BACKENDS) -> list[Candidate]:

@@ -5,6 +5,7 @@ Shape symbols: B requests, Q query rows per request, H query heads, D key_dim, V
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -66,3 +67,14 @@ def _cuda_capability() -> tuple[int, int] | None:
 def missing_package(name: str) -> list[str]:
     """A reason if a package is not installed. Nothing is imported."""
     return [] if importlib.util.find_spec(name) is not None else [f"package {name} is not installed"]
+
+
+def import_reasons(module: str) -> list[str]:
+    """A reason if a module of an optional package cannot be imported; a package that is missing is not looked into."""
+    reasons = missing_package(module.partition(".")[0])
+    if not reasons:
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            reasons.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
+    return reasons

@@ -1,0 +1,357 @@
+"""Backends of other people's kernels: the exact call, what it is given, and that an unusable one is a list of reasons.
+
+A stand-in takes the place of each kernel. It has the kernel's own signature, insists on what the kernel silently relies on,
+and computes what the kernel is documented to compute, so that the probe runs through the whole call on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.backends import BACKENDS, default_backends
+from attention.backends.flash_mla import FlashMlaBackend
+from attention.backends.tokenspeed_mla import TokenSpeedMlaBackend
+from attention.block_attention import BlockAttention, BlockMetadata
+from attention.capabilities import AttentionProblem
+from attention.probe import prove
+from attention.selector import AttentionSelectionError, DecodePath, Selection, select_backend
+from tests.support.attention import make_attention, make_case, make_problem
+
+_OPTIONAL = ["tokenspeed_mla", "flash_mla", "triton"]
+
+
+def _k3_problem(**changes: object) -> AttentionProblem:
+    values: dict[str, object] = {
+        "draft_block_size": 7,
+        "num_heads": 8,
+        "key_dim": 576,
+        "value_dim": 512,
+        "page_size": 64,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": torch.bfloat16,
+    }
+    return make_problem(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _dense(
+    query: Tensor, pool: Tensor, block_tables: Tensor, lengths: list[int], scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output [B, Q, H, 512] and natural log-sum-exp [B, Q, H], bottom-right causal if asked."""
+    outputs, lses = [], []
+    slots = query.shape[1]
+    for index, length in enumerate(lengths):
+        rows = pool[block_tables[index].long()].flatten(0, 1)[:length].float()
+        scores = torch.einsum("qhd,nd->qhn", query[index].float(), rows) * scale
+        if is_causal:
+            seen = torch.arange(length) < length - slots + 1 + torch.arange(slots)[:, None]
+            scores = scores.masked_fill(~seen[:, None], -math.inf)
+        outputs.append(scores.softmax(-1) @ rows[:, :512])
+        lses.append(scores.logsumexp(-1))
+    return torch.stack(outputs), torch.stack(lses)
+
+
+class _TokenSpeed:
+    """tokenspeed-mla 2.0.4, of what we call."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def tokenspeed_mla_decode(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        workspace_buffer: Tensor,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        max_seq_len: int,
+        softmax_scale: float,
+        output_scale: float = 1.0,
+        out: Tensor | None = None,
+        is_var_seq: bool = True,
+        causal_mask: bool = True,
+        window_left: int = -1,
+        enable_pdl: bool = False,
+        return_lse: bool = False,
+        causal_seqs: Tensor | None = None,
+        cp_world: int = 1,
+        cp_rank: int = 0,
+        cp_interleave_size: int = 1,
+        *,
+        min_split_kv: int = 1,
+        local_visible_lens: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self.calls.append(dict(locals()))
+        slots = query.shape[1]
+        assert kv_cache.dtype == query.dtype
+        assert kv_cache.dim() == 3
+        assert (kv_lora_rank, qk_rope_head_dim) == (512, 64)
+        assert workspace_buffer.dtype == torch.int8
+        assert workspace_buffer.dim() == 1
+        assert block_tables.dtype == seq_lens.dtype == torch.int32
+        assert block_tables.is_contiguous()
+        assert query.is_contiguous()
+        assert block_tables.shape[1] * kv_cache.shape[1] % 128 == 0
+        assert seq_lens.min() >= slots
+        assert type(max_seq_len) is int
+        assert max_seq_len >= seq_lens.max()
+        output, lse = _dense(query, kv_cache, block_tables, seq_lens.tolist(), softmax_scale, is_causal=causal_mask)
+        output = (output * output_scale).to(torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype)
+        return (output, lse / math.log(2)) if return_lse else output
+
+
+@pytest.fixture
+def tokenspeed(monkeypatch: pytest.MonkeyPatch) -> _TokenSpeed:
+    """The stand-in, in place of the package."""
+    kernel = _TokenSpeed()
+    module = ModuleType("tokenspeed_mla.mla_decode")
+    module.tokenspeed_mla_decode = kernel.tokenspeed_mla_decode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokenspeed_mla", ModuleType("tokenspeed_mla"))
+    monkeypatch.setitem(sys.modules, "tokenspeed_mla.mla_decode", module)
+    return kernel
+
+
+class _OnCpu(TokenSpeedMlaBackend):
+    """As on a device of 8 multiprocessors."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        super().__init__(problem, num_sms=8)
+
+
+@pytest.mark.parametrize("path", list(DecodePath))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_float8", [False, True])
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_tokenspeed_passes_the_probe(
+    tokenspeed: _TokenSpeed, path: DecodePath, dtype: torch.dtype, is_float8: bool, page_size: int
+) -> None:
+    problem = _k3_problem(dtype=dtype, kv_cache_dtype=torch.float8_e4m3fn if is_float8 else dtype, page_size=page_size)
+    assert prove(Selection("tokenspeed_mla", path), problem, {"tokenspeed_mla": _OnCpu}) is None
+    assert {call["query"].shape[1] for call in tokenspeed.calls} == ({1} if path is DecodePath.FLATTENED else {2, 7})
+
+
+def test_tokenspeed_is_called_with_exactly_this(tokenspeed: _TokenSpeed) -> None:
+    problem = _k3_problem(kv_cache_dtype=torch.float8_e4m3fn)
+    query, cache, metadata = make_case(problem, [80, 300, 7], scale=0.25)
+    attention = BlockAttention(Selection("tokenspeed_mla", DecodePath.FUSED), problem, backend=_OnCpu(problem))
+    attention.forward(query, cache, 1, metadata, softmax_scale=0.5)
+    (call,) = tokenspeed.calls
+    assert call["query"].shape == (3, 7, 8, 576)
+    assert call["query"].dtype == torch.float8_e4m3fn
+    assert call["kv_cache"].data_ptr() == cache.pages(1).data_ptr()
+    assert call["kv_cache"].shape == cache.pages(1).shape
+    assert call["block_tables"].shape == (3, 6)
+    assert call["seq_lens"].tolist() == [80, 300, 7]
+    assert call["workspace_buffer"].numel() == 8 * 64 * 513 * 4
+    scalars = {name: value for name, value in call.items() if not isinstance(value, Tensor) and name != "self"}
+    assert scalars == {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "max_seq_len": 300,
+        "softmax_scale": 0.125,
+        "output_scale": 0.25,
+        "out": None,
+        "is_var_seq": True,
+        "causal_mask": False,
+        "window_left": -1,
+        "enable_pdl": False,
+        "return_lse": False,
+        "causal_seqs": None,
+        "cp_world": 1,
+        "cp_rank": 0,
+        "cp_interleave_size": 1,
+        "min_split_kv": 1,
+        "local_visible_lens": None,
+    }
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 24, 64, 96, 128])
+@pytest.mark.parametrize("slots", [1, 2, 7, 8])
+def test_tokenspeed_workspace_holds_every_split(tokenspeed: _TokenSpeed, num_heads: int, slots: int) -> None:
+    """The kernel's own arithmetic for 2.0.4: the larger of its two query layouts, at most tiles * splits <= SMs."""
+    problem = _k3_problem(num_heads=num_heads, draft_block_size=slots)
+    num_bytes = TokenSpeedMlaBackend(problem, num_sms=148)._workspace.numel()
+    for batch in (1, 2, 4, 8, 32, 74, 128, 1024):
+        for query_len, requests in ((slots, batch), (1, batch * slots)):
+            fold = max(f for f in range(1, query_len + 1) if query_len % f == 0 and f * num_heads <= 128)
+            layouts = [(num_heads * fold, query_len // fold), (128, -(-num_heads * query_len // 128))]
+            for index, (rows, tiles) in enumerate(layouts):
+                if index == 1 and tiles >= layouts[0][1]:
+                    continue
+                splits = [min(32, max(1, 148 // requests // (2 * tiles)))]
+                if num_heads * query_len <= 64:
+                    splits.append(min(64, max(1, 148 // requests // tiles)))
+                for split in splits:
+                    needed = 0 if split == 1 else requests * rows * tiles * split * 513 * 4
+                    assert needed <= num_bytes, (batch, query_len, rows, tiles, split)
+
+
+def test_padding_requests_are_inert(tokenspeed: _TokenSpeed) -> None:
+    problem = _k3_problem()
+    query, cache, metadata = make_case(problem, [70, 0, 0])
+    attention = BlockAttention(Selection("tokenspeed_mla", DecodePath.FUSED), problem, backend=_OnCpu(problem))
+    output, lse = attention.forward_with_lse(query, cache, 1, metadata, softmax_scale=0.1)
+    assert output[1:].eq(0).all()
+    assert lse[1:].eq(-math.inf).all()
+    expected, expected_lse = make_attention(problem).forward_with_lse(query, cache, 1, metadata, softmax_scale=0.1)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    nobody = BlockMetadata.build([[], [], []], [0, 0, 0], 64, "cpu")
+    assert attention.forward(query, cache, 1, nobody, softmax_scale=0.1).eq(0).all()
+    assert len(tokenspeed.calls) == 1
+
+
+def test_a_release_that_keeps_the_causal_mask_is_caught(tokenspeed: _TokenSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tokenspeed.tokenspeed_mla_decode
+
+    def ignores_the_flag(**arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+        return real(**{**arguments, "causal_mask": True})
+
+    monkeypatch.setattr(sys.modules["tokenspeed_mla.mla_decode"], "tokenspeed_mla_decode", ignores_the_flag)
+    reasons = {path: prove(Selection("tokenspeed_mla", path), _k3_problem(), {"tokenspeed_mla": _OnCpu}) for path in DecodePath}
+    assert reasons[DecodePath.FLATTENED] is None
+    assert "probe with 2 slots: output is off by" in (reasons[DecodePath.FUSED] or "")
+
+
+class _FlashMla:
+    """FlashMLA, of what we call."""
+
+    def __init__(self) -> None:
+        self.schedules: list[object] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def get_mla_metadata(self) -> tuple[object, None]:
+        self.schedules.append(object())
+        return self.schedules[-1], None
+
+    def flash_mla_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor | None,
+        cache_seqlens: Tensor | None,
+        head_dim_v: int,
+        tile_scheduler_metadata: object,
+        num_splits: None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        is_fp8_kvcache: bool = False,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append(dict(locals()))
+        assert block_table is not None
+        assert cache_seqlens is not None
+        assert softmax_scale is not None
+        assert k_cache.shape[1:] == (64, 1, 576)
+        assert q.dtype == k_cache.dtype
+        assert cache_seqlens.min() >= q.shape[1]
+        output, lse = _dense(
+            q, k_cache.squeeze(2), block_table, cache_seqlens.tolist(), softmax_scale, is_causal=causal and q.shape[1] > 1
+        )
+        return output.to(q.dtype), lse.transpose(1, 2)
+
+
+@pytest.fixture
+def flash_mla(monkeypatch: pytest.MonkeyPatch) -> _FlashMla:
+    """The stand-in, in place of the package."""
+    kernel = _FlashMla()
+    module = ModuleType("flash_mla.flash_mla_interface")
+    module.get_mla_metadata = kernel.get_mla_metadata  # type: ignore[attr-defined]
+    module.flash_mla_with_kvcache = kernel.flash_mla_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_mla", ModuleType("flash_mla"))
+    monkeypatch.setitem(sys.modules, "flash_mla.flash_mla_interface", module)
+    return kernel
+
+
+@pytest.mark.parametrize("path", list(DecodePath))
+def test_flash_mla_passes_the_probe(flash_mla: _FlashMla, path: DecodePath) -> None:
+    assert prove(Selection("flash_mla", path), _k3_problem()) is None
+    assert all(call["causal"] is False for call in flash_mla.calls)
+
+
+def test_flash_mla_layers_share_a_schedule_and_batches_do_not(flash_mla: _FlashMla) -> None:
+    problem = _k3_problem()
+    query, cache, metadata = make_case(problem, [70, 8])
+    attention = BlockAttention(Selection("flash_mla", DecodePath.FUSED), problem, backend=FlashMlaBackend(problem))
+    for layer in (0, 1):
+        attention.forward(query, cache, layer, metadata, softmax_scale=0.1)
+    again = BlockMetadata.build(metadata.page_ids, metadata.lengths, 64, "cpu")
+    attention.forward(query, cache, 1, again, softmax_scale=0.1)
+    used = [call["tile_scheduler_metadata"] for call in flash_mla.calls]
+    assert used[0] is used[1]
+    assert used[2] is not used[0]
+
+
+@pytest.mark.parametrize("name", _OPTIONAL)
+def test_an_unusable_backend_is_reasons_and_no_exception(name: str) -> None:
+    (candidate,) = [candidate for candidate in default_backends() if candidate.name == name]
+    problem = _k3_problem()
+    with pytest.raises(AttentionSelectionError) as raised:
+        select_backend(problem, [candidate], name)
+    (rejection,) = raised.value.rejected
+    assert "device cpu is not supported" in rejection.reasons
+    if importlib.util.find_spec(name) is None:
+        assert f"package {name} is not installed" in rejection.reasons
+
+
+def test_tokenspeed_is_refused_on_hopper_with_the_reason() -> None:
+    assert TokenSpeedMlaBackend.capabilities.device_reasons((9, 0)) == ["compute capability 9.0; supported: 10.0, 10.3, 10.7"]
+    assert FlashMlaBackend.capabilities.device_reasons((10, 0)) == ["compute capability 10.0; supported: 9.0"]
+
+
+def test_a_package_that_imports_but_does_not_work_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ModuleType("tokenspeed_mla")
+    broken.__spec__ = importlib.util.spec_from_loader("tokenspeed_mla", loader=None)
+    broken.__path__ = []
+    monkeypatch.setitem(sys.modules, "tokenspeed_mla", broken)
+    (reason,) = TokenSpeedMlaBackend.machine_reasons()
+    assert reason.startswith("tokenspeed_mla.mla_decode cannot be imported: ModuleNotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_heads": 129}, "129 heads; at most 128"),
+        ({"page_size": 16}, "page_size 16"),
+        ({"key_dim": 320, "value_dim": 256}, "(320, 256)"),
+        ({"dtype": torch.float32}, "queries of torch.float32"),
+        ({"kv_cache_dtype": torch.float16}, "must have the queries' dtype"),
+        ({"sliding_window": 128}, "sliding window"),
+    ],
+)
+def test_tokenspeed_names_what_does_not_fit(changes: dict[str, object], word: str) -> None:
+    reasons = TokenSpeedMlaBackend.capabilities.unsupported_reasons(_k3_problem(device=torch.device("cuda"), **changes))
+    assert any(word in reason for reason in reasons)
+    assert TokenSpeedMlaBackend.capabilities.unsupported_reasons(_k3_problem(device=torch.device("cuda"))) == []
+
+
+def _signature_of(path: str) -> inspect.Signature:
+    module, _, name = path.rpartition(".")
+    function: Callable[..., object] = getattr(importlib.import_module(module), name)
+    return inspect.signature(function)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tokenspeed_mla") is None or importlib.util.find_spec("cutlass") is None,
+    reason="package tokenspeed_mla is not installed",
+)
+def test_the_stand_in_has_the_signature_of_the_real_kernel() -> None:
+    real = _signature_of("tokenspeed_mla.mla_decode.tokenspeed_mla_decode").parameters.values()
+    ours = list(inspect.signature(_TokenSpeed().tokenspeed_mla_decode).parameters.values())
+    assert [(one.name, one.kind, one.default) for one in real] == [(one.name, one.kind, one.default) for one in ours]
+
+
+def test_every_backend_has_a_name_of_its_own_and_the_oracle_comes_last() -> None:
+    assert list(BACKENDS)[-1] == "reference"
+    assert all(name == backend.name for name, backend in BACKENDS.items())
