@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from attention.backends.base import AttentionBackend
 from attention.backends.flash_mla import FlashMlaBackend
+from attention.backends.flashinfer import FlashInferBackend
 from attention.backends.reference import ReferenceBackend
 from attention.backends.tokenspeed_mla import TokenSpeedMlaBackend
 from attention.backends.torch_cpu import TorchCpuBackend
@@ -19,6 +20,7 @@ from attention.selector import Candidate
 _BEST_FIRST: tuple[type[AttentionBackend], ...] = (
     TokenSpeedMlaBackend,
     FlashMlaBackend,
+    FlashInferBackend,
     TritonBackend,
     TorchCpuBackend,
     ReferenceBackend,

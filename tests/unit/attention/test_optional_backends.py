@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attention.backends import BACKENDS, default_backends
 from attention.backends.flash_mla import FlashMlaBackend
+from attention.backends.flashinfer import FlashInferBackend
 from attention.backends.tokenspeed_mla import TokenSpeedMlaBackend
 from attention.block_attention import BlockAttention, BlockMetadata
 from attention.capabilities import AttentionProblem
@@ -27,7 +28,7 @@ from attention.probe import prove
 from attention.selector import AttentionSelectionError, DecodePath, Selection, select_backend
 from tests.support.attention import make_attention, make_case, make_problem
 
-_OPTIONAL = ["tokenspeed_mla", "flash_mla", "triton"]
+_OPTIONAL = ["tokenspeed_mla", "flash_mla", "flashinfer", "triton"]
 
 
 def _k3_problem(**changes: object) -> AttentionProblem:
@@ -291,6 +292,138 @@ def test_flash_mla_layers_share_a_schedule_and_batches_do_not(flash_mla: _FlashM
     used = [call["tile_scheduler_metadata"] for call in flash_mla.calls]
     assert used[0] is used[1]
     assert used[2] is not used[0]
+
+
+class _FlashInfer:
+    """flashinfer 0.7.4, of what we call: a wrapper that is planned from host tensors and then run."""
+
+    def __init__(self) -> None:
+        self.plans: list[dict[str, Any]] = []
+        self.num_runs = 0
+
+    def wrapper(
+        self, float_workspace_buffer: Tensor, use_cuda_graph: bool = False, *, backend: str = "auto"
+    ) -> _FlashInferPlan:
+        assert float_workspace_buffer.nbytes >= 128 * 2**20
+        assert not use_cuda_graph
+        assert backend == "auto"
+        return _FlashInferPlan(self)
+
+
+class _FlashInferPlan:
+    def __init__(self, owner: _FlashInfer) -> None:
+        self.owner = owner
+
+    def plan(
+        self,
+        *,
+        metadata: dict[str, Tensor],
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        use_profiler: bool = False,
+        query_layout: str = "packed",
+        kv_cache_layout: str = "packed",
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        self.arguments = {name: value for name, value in locals().items() if name != "self"}
+        self.owner.plans.append(self.arguments)
+        if kv_data_type == torch.float8_e4m3fn and q_data_type != torch.bfloat16:
+            raise ValueError("FP8 kv_data_type for MLA currently only supports q_data_type=torch.bfloat16")
+        assert (scale_mode == "kv-per-tensor") == (kv_data_type == torch.float8_e4m3fn)
+        assert all(tensor.dtype == torch.int32 for tensor in metadata.values())
+
+    def run(
+        self,
+        *,
+        query: Tensor,
+        kv_cache: Tensor,
+        return_lse: bool = False,
+        ckv_scale: float | None = None,
+        kpe_scale: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self.owner.num_runs += 1
+        plan, metadata = self.arguments, self.arguments["metadata"]
+        assert query.dtype == plan["q_data_type"]
+        assert kv_cache.dtype == plan["kv_data_type"]
+        assert kv_cache.dim() == query.dim() == 3
+        assert (plan["lse_mode"] == "base2") == return_lse
+        assert (ckv_scale is not None) == (kpe_scale is not None) == (plan["scale_mode"] == "kv-per-tensor")
+        assert metadata["qo_indptr"][-1] == len(query)
+        outputs, lses = [], []
+        for index, length in enumerate(metadata["kv_len_arr"].tolist()):
+            first, last = metadata["qo_indptr"][index : index + 2].tolist()
+            pages = metadata["kv_indices"][slice(*metadata["kv_indptr"][index : index + 2].tolist())]
+            assert len(pages) == -(-length // plan["page_size"])
+            pool = kv_cache.float() * (ckv_scale or 1.0)
+            output, lse = _dense(
+                query[None, first:last], pool, pages[None], [length], plan["sm_scale"], is_causal=plan["causal"]
+            )
+            outputs.append(output[0])
+            lses.append(lse[0])
+        output = torch.cat(outputs).to(query.dtype)
+        return (output, torch.cat(lses) / math.log(2)) if return_lse else output
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> _FlashInfer:
+    """The stand-in, in place of the package."""
+
+    class Metadata:
+        @staticmethod
+        def csr(qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> dict[str, Tensor]:
+            return dict(locals())
+
+    kernel = _FlashInfer()
+    module = ModuleType("flashinfer.mla")
+    module.BatchMLAPagedAttentionWrapper = kernel.wrapper  # type: ignore[attr-defined]
+    module.MLAPlanMetadata = Metadata  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
+    return kernel
+
+
+@pytest.mark.parametrize("path", list(DecodePath))
+@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_flashinfer_passes_the_probe(
+    flashinfer: _FlashInfer, path: DecodePath, kv_cache_dtype: torch.dtype, page_size: int
+) -> None:
+    problem = _k3_problem(kv_cache_dtype=kv_cache_dtype, page_size=page_size)
+    assert prove(Selection("flashinfer", path), problem) is None
+    assert all(plan["causal"] is False for plan in flashinfer.plans)
+
+
+def test_flashinfer_refuses_what_it_plans_not(flashinfer: _FlashInfer) -> None:
+    problem = _k3_problem(dtype=torch.float16, kv_cache_dtype=torch.float8_e4m3fn)
+    assert "FP8 kv_data_type" in (prove(Selection("flashinfer", DecodePath.FUSED), problem) or "")
+
+
+def test_flashinfer_plans_a_batch_once_and_pads_it(flashinfer: _FlashInfer) -> None:
+    problem = _k3_problem()
+    query, cache, metadata = make_case(problem, [70, 0, 8])
+    attention = BlockAttention(Selection("flashinfer", DecodePath.FUSED), problem, backend=FlashInferBackend(problem))
+    attention.forward(query, cache, 0, metadata, softmax_scale=0.1)
+    output = attention.forward(query, cache, 1, metadata, softmax_scale=0.1)
+    assert (len(flashinfer.plans), flashinfer.num_runs) == (1, 2)
+    expected = make_attention(problem).forward(query, cache, 1, metadata, softmax_scale=0.1)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+    again = BlockMetadata.build(metadata.page_ids, metadata.lengths, 64, "cpu")
+    attention.forward(query, cache, 1, again, softmax_scale=0.1)
+    attention.forward(query, cache, 1, again, softmax_scale=0.2)
+    assert len(flashinfer.plans) == 3
+    assert flashinfer.plans[0]["metadata"]["kv_len_arr"].tolist() == [70, 7, 8]
 
 
 @pytest.mark.parametrize("name", _OPTIONAL)
