@@ -53,10 +53,11 @@ class TrainSettings(BaseModel):
     draft_vocab_size: int = Field(8192, gt=0, description="tokens that the draft can propose")
     markov_rank: int = Field(64, gt=0, description="rank of the Markov head")
     rope_theta: float = Field(1000.0, gt=0, description="base of the draft's rotary embedding")
-    steps: int = Field(8000, gt=0, description="training steps")
-    learning_rate: float = Field(1.2e-3, gt=0, description="peak learning rate")
-    sequences_per_step: int = Field(4, gt=0, description="sequences per step")
-    anchors_per_sequence: int = Field(64, gt=0, description="blocks per sequence and step")
+    steps: int = Field(5200, gt=0, description="training steps")
+    learning_rate: float = Field(1.5e-3, gt=0, description="peak learning rate")
+    sequences_per_step: int = Field(3, gt=0, description="sequences per step")
+    anchors_per_sequence: int = Field(85, gt=0, description="blocks per sequence and step")
+    user_turn_share: float = Field(0.0, ge=0, le=1, description="share of the blocks that lie in user turns")
     cross_entropy: float = Field(0.5, ge=0, description="weight of the cross-entropy loss")
     total_variation: float = Field(0.5, ge=0, description="weight of the total variation loss")
     confidence: float = Field(0.1, ge=0, description="weight of the confidence loss")
@@ -118,7 +119,7 @@ def run(settings: TrainSettings, target_path: Path, report: Callable[[str], None
             block_size=settings.block_size,
             sequences_per_batch=settings.sequences_per_step,
             anchors_per_sequence=settings.anchors_per_sequence,
-            user_turn_share=0.1,
+            user_turn_share=settings.user_turn_share,
             seed=settings.seed,
         ),
         held_out,
