@@ -213,6 +213,10 @@ class Adversary:
         """Have every call with sessions go wrong from now on, or none."""
         self._always = fault
 
+    def admit(self, client_id: str) -> None:
+        """Know a client without a handshake."""
+        self._clients.add(client_id)
+
     def forget_sessions(self) -> None:
         """Lose every session, as an eviction does."""
         with self._lock:
@@ -304,7 +308,7 @@ class Adversary:
         reply_tensors: dict[str, TensorView] = {}
         if fault.is_applied:
             features = tensors["features"].to_array() if "features" in tensors else np.zeros((0, WIDTH), np.float16)
-            status, document, reply_tensors = self._propose(request, token_ids, features, fault)
+            status, document, reply_tensors = self.propose(request, token_ids, features, fault)
         if fault.delay_s and fault.is_applied:
             time.sleep(fault.delay_s)
         if status != 200:
@@ -365,9 +369,10 @@ class Adversary:
         )
         return 200, welcome.model_dump(mode="json")
 
-    def _propose(
+    def propose(
         self, request: ProposeRequest, token_ids: NDArray[Any], features: NDArray[Any], fault: Fault
     ) -> tuple[int, dict[str, Any], dict[str, TensorView]]:
+        """Apply a propose call; returns status, reply document and tensors. Needs no socket."""
         with self._lock:
             if request.client_id not in self._clients or request.server_id not in (None, self.server_id):
                 return 409, _error("epoch_mismatch"), {}
