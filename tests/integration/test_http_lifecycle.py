@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import socket
@@ -24,6 +25,7 @@ from draft_engine_client.schema import json_schema
 from jsonschema import Draft202012Validator
 
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
+from service import propose
 from service.errors import StartupError
 from service.launch import DrainingServer, bind_tcp, bind_unix, serve
 from service.settings import ServeSettings
@@ -82,41 +84,51 @@ def num_sessions(server: Server) -> int:
 # Clients that go away ------------------------------------------------------------------------------------------------
 
 
+def num_clients(server: Server) -> int:
+    line = next(line for line in server.http.get("/metrics").text.splitlines() if line.startswith("draft_engine_clients "))
+    return int(float(line.split()[1]))
+
+
 def test_a_client_that_loses_its_connection_while_idle_is_freed() -> None:
-    with serving() as server:
+    with serving(disconnect_grace_seconds=0.0) as server:
         with server.connect() as target:
             client_id = shake_hands(target)
             reply_of(post_container(target, container_body(client_id, Update("a", 0, [1, 2, 3]))))
             assert num_sessions(server) == 1
-        began = time.monotonic()
         wait_until(lambda: num_sessions(server) == 0)
-        assert time.monotonic() - began < 1.0
         again = post_container(server.http, container_body(client_id, Update("a", 3, [4], seq=1)))
         assert (again.status_code, error_of(again)["code"]) == (409, "epoch_mismatch")
+        text = server.http.get("/metrics").text
+        assert 'draft_engine_evictions_total{reason="disconnect"} 1.0' in text
 
 
 def test_a_client_that_comes_back_in_time_keeps_its_sessions() -> None:
-    with serving() as server:
+    with serving(disconnect_grace_seconds=60.0) as server:
         with server.connect() as target:
             client_id = shake_hands(target)
             reply_of(post_container(target, container_body(client_id, Update("a", 0, [1, 2, 3]))))
         with server.connect() as target:
             later = reply_of(post_container(target, container_body(client_id, Update("a", 3, [4], seq=1))))
             assert later["sessions"][0]["draft_token_ids"] == fresh_drafts([1, 2, 3, 4])
-            time.sleep(0.7)
-            assert num_sessions(server) == 1
 
 
 def test_a_caller_with_one_connection_a_request_lives_by_its_lease() -> None:
-    with serving(lease_seconds=1.2) as server:
-        headers = {"connection": "close"}
+    headers = {"connection": "close"}
+    with serving(disconnect_grace_seconds=0.0) as server:
         client_id = httpx.post(f"{server.url}/v1/clients", json=HELLO, headers=headers).json()["client_id"]
         for seq in range(2):
+            time.sleep(0.5)
             body = json_body(client_id, Update("a", seq, [1], seq=seq))
             reply_of(httpx.post(f"{server.url}/v1/propose", json=body, headers=headers))
-            time.sleep(0.6)
         assert num_sessions(server) == 1
-        wait_until(lambda: num_sessions(server) == 0)
+
+
+def test_a_silent_client_loses_its_lease_and_its_sessions() -> None:
+    with serving(lease_seconds=2.0) as server:
+        client_id = shake_hands(server.http)
+        reply_of(post_container(server.http, container_body(client_id, Update("a", 0, [1]))))
+        wait_until(lambda: num_clients(server) == 0 and num_sessions(server) == 0)
+        assert 'draft_engine_evictions_total{reason="lease"} 1.0' in server.http.get("/metrics").text
 
 
 @pytest.mark.parametrize("moment", ["upload", "queue", "forward"])
@@ -145,7 +157,7 @@ def test_a_connection_dropped_in_a_call_leaves_nothing(moment: str) -> None:
         time.sleep(0.1)
         model.gate.set()
         blocker.join(20)
-        wait_until(lambda: engine.num_waiting == 0, timeout_s=1.0)
+        wait_until(lambda: engine.num_waiting == 0)
         with server.connect() as other:
             held = {info["session_id"] for info in other.get("/v1/sessions").json()["data"]}
         assert held == {"upload": set(), "queue": {"first"}, "forward": {"dropped"}}[moment]
@@ -167,9 +179,9 @@ def test_a_call_of_a_client_that_left_is_dropped_with_its_sessions() -> None:
         sock.sendall(raw_request(server, container_body(client_id, Update("a", 0, list(range(8))))))
         assert model.entered.wait(20)
         sock.close()
-        time.sleep(0.8)
+        wait_until(lambda: num_clients(server) == 0)
         model.gate.set()
-        wait_until(lambda: num_sessions(server) == 0, timeout_s=1.0)
+        wait_until(lambda: num_sessions(server) == 0)
 
 
 def test_closing_a_session_in_the_middle_of_its_upload_is_told() -> None:
@@ -375,7 +387,6 @@ def test_many_clients_at_once_each_get_their_own_drafts() -> None:
         ThreadPoolExecutor(6) as pool,
     ):
         assert sum(pool.map(lambda seed: drive(server, seed), range(6))) > 100
-        assert max(server.harness.model.batches) > 1
         wait_until(lambda: num_sessions(server) == 0)
 
 
@@ -384,7 +395,7 @@ def test_many_clients_at_once_each_get_their_own_drafts() -> None:
 
 def test_drain_answers_what_is_inside_and_refuses_what_is_new() -> None:
     model = GatedDrafter()
-    with serving(make_harness(model), drain_seconds=1.0) as server, ThreadPoolExecutor(1) as pool:
+    with serving(make_harness(model), drain_seconds=3.0) as server, ThreadPoolExecutor(1) as pool:
         client_id = shake_hands(server.http)
         inside = pool.submit(post_container, server.http, container_body(client_id, Update("a", 0, [1])))
         assert model.entered.wait(20)
@@ -403,7 +414,6 @@ def test_drain_answers_what_is_inside_and_refuses_what_is_new() -> None:
 
 
 PROGRAM = """
-import sys
 from service.launch import configure_logging, serve
 from service.settings import ServeSettings
 from tests.support.service import make_app, make_harness
@@ -415,13 +425,35 @@ serve(make_app(harness), settings, lambda url: print(url, flush=True), on_drain=
 print("pages", harness.num_leaked_pages, flush=True)
 """
 
+SMALL_PROGRAM = """
+from service.launch import serve
+from service.settings import ServeSettings
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_and_exits_with_zero(sig: signal.Signals) -> None:
+async def app(scope, receive, send):
+    while scope["type"] == "lifespan":
+        event = (await receive())["type"]
+        await send({"type": event + ".complete"})
+        if event == "lifespan.shutdown":
+            return
+
+def say(text="drain"):
+    print(text, flush=True)
+
+serve(app, ServeSettings(port=0, drain_seconds=60), say, on_drain=say)
+say("end")
+"""
+
+
+def start(program: str) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'client'}"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_sigterm_drains_and_exits_with_zero() -> None:
+    with start(PROGRAM) as process:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         with httpx.Client(base_url=url, timeout=20) as http:
@@ -429,14 +461,25 @@ def test_a_signal_drains_and_exits_with_zero(sig: signal.Signals) -> None:
             prompt = Update("prompt-nobody-may-see", 0, [1, 2])
             reply_of(post_container(http, container_body(client_id, prompt)))
             http.post("/v1/propose", json={"client_id": client_id, "sessions": [{"session_id": "prompt-nobody-may-see"}]})
-            process.send_signal(sig)
-            output, log = process.communicate(timeout=20)
+            process.send_signal(signal.SIGTERM)
+            output, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     assert output == "pages 0\n"
     records = [json.loads(line) for line in log.splitlines()]
     assert {"time", "level", "logger", "request_id", "message"} <= set(records[0])
     assert f"listening on {url}" in {record["message"] for record in records}
     assert "prompt-nobody-may-see" not in log
+
+
+def test_a_second_sigint_ends_at_once() -> None:
+    with start(SMALL_PROGRAM) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "drain\n"
+        process.send_signal(signal.SIGINT)
+        output, log = process.communicate(timeout=30)
+    assert (process.returncode, output) == (0, "end\n"), log
 
 
 def test_a_port_in_use_is_one_line() -> None:
@@ -503,3 +546,26 @@ def test_a_worker_that_cannot_start_is_an_error() -> None:
 
     with pytest.raises(StartupError, match="could not start"):
         serve(make_app(make_harness(on_worker_start=fail)), ServeSettings(port=0))
+
+
+def test_long_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(propose, "BODY_BUDGET", 1)
+    with serving() as server, raw_connection(server) as sock:
+        client_id = shake_hands(server.http)
+        limit = server.harness.limits.max_body_bytes
+        body = container_body(client_id, Update("a", 0, [1]))
+        sock.sendall(raw_request(server, bytes(limit))[:1_000])
+        wait_until(lambda: post_container(server.http, body).status_code == 429)
+        refused = post_container(server.http, body)
+        assert error_of(refused)["used_bytes"] == limit
+        sock.close()
+        wait_until(lambda: post_container(server.http, body).status_code == 200)
+
+
+def test_long_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(propose, "MAX_JSON_BYTES", 500)
+    with serving() as server:
+        client_id = shake_hands(server.http)
+        answer = post_json(server.http, json_body(client_id, Update("a", 0, list(range(30)))))
+        assert (answer.status_code, error_of(answer)["max_body_bytes"]) == (413, 500)
+        reply_of(post_container(server.http, container_body(client_id, Update("a", 0, list(range(30))))))

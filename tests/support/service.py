@@ -149,8 +149,15 @@ def fresh_drafts(token_ids: Sequence[int], *, start: int = 0, anchor_token_id: i
 # Over HTTP -----------------------------------------------------------------------------------------------------------
 
 
-def make_app(harness: Harness, *, api_key: str | None = None, lease_seconds: float = 30.0, **options: Any) -> AsgiApp:
-    clients = ClientTable(server_id="server-1", lease_seconds=lease_seconds, disconnect_grace_seconds=0.3)
+def make_app(
+    harness: Harness,
+    *,
+    api_key: str | None = None,
+    lease_seconds: float = 300.0,
+    disconnect_grace_seconds: float = 0.3,
+    **options: Any,
+) -> AsgiApp:
+    clients = ClientTable(server_id="server-1", lease_seconds=lease_seconds, disconnect_grace_seconds=disconnect_grace_seconds)
     return create_app(
         engine=harness.engine,
         clients=clients,
@@ -306,7 +313,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return dict(body["error"])
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
