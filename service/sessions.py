@@ -243,7 +243,7 @@ class SessionTable:
             )
 
     def _open(self, change: SessionChange, now: float, busy: frozenset[SessionKey]) -> Session:
-        """Open a session, or open it anew at a higher incarnation; the old pages go only when the new ones are there."""
+        """Open a session, or open it anew at a higher incarnation."""
         self._check_room(change)
         old = self._sessions.get(change.key)
         if old is None and len(self._sessions) >= self._limits.max_sessions and not self._evict_idle(now, busy):
@@ -257,7 +257,7 @@ class SessionTable:
             if session.span.is_complete:
                 session.chain = chain
         try:
-            self._fit_pages(session, session.span, change, now, busy, is_new=True)
+            old = self._fit_new(session, old, change, now, busy)
         except ApiError:
             self._allocator.release(session.pages)
             raise
@@ -266,6 +266,23 @@ class SessionTable:
         self._closed.pop(change.key, None)
         self._sessions[change.key] = session
         return session
+
+    def _fit_new(
+        self, session: Session, old: Session | None, change: SessionChange, now: float, busy: frozenset[SessionKey]
+    ) -> Session | None:
+        """Find the pages of a new session; returns `old` where it still holds its own.
+
+        The old incarnation is over whatever becomes of the new one, so it goes where only its pages are left.
+        """
+        try:
+            self._fit_pages(session, session.span, change, now, busy, is_new=True)
+        except CapacityError:
+            if old is None:
+                raise
+            self._evict([old], "restart")
+            self._fit_pages(session, session.span, change, now, busy, is_new=True)
+            return None
+        return old
 
     # Pages -----------------------------------------------------------------------------------------------------------
 

@@ -212,6 +212,16 @@ def test_a_full_pool_refuses_the_new_session_and_the_old_ones_go_on() -> None:
     assert session.span.committed_end == 24
 
 
+def test_a_session_that_starts_over_may_take_its_own_old_pages() -> None:
+    pool = Pool(num_pages=9, use_prefix_cache=False)
+    pool.apply(change("a", num_rows=20), list(range(20)))
+    session = pool.apply(change("a", num_rows=24, incarnation=1), list(range(24)))
+    assert (session.span.committed_end, len(pool.table)) == (24, 1)
+    assert pool.evicted == [("restart", 1)]
+    assert refusal(pool, change("a", num_rows=60, incarnation=2)).code == "overloaded"
+    assert len(pool.table) == 0
+
+
 def test_a_refused_update_of_a_full_pool_leaves_the_session_as_it_was() -> None:
     pool = Pool(num_pages=9, use_prefix_cache=False)
     session = pool.apply(change("a", num_rows=8), list(range(8)))
