@@ -87,6 +87,7 @@ class ProposeCall:
     closes: list[SessionKey]
     arrived_at: float
     deadline_ms: float | None = None
+    has_constant_rows: bool = False
     is_cancelled: bool = False
     is_started: bool = False
     timings: CallTimings = field(default_factory=CallTimings)

@@ -271,6 +271,8 @@ class DraftEngine:
     def _start(self, call: ProposeCall, now: float) -> None:
         """Apply what needs no model: closes, repeats, refusals, pages and truncation."""
         call.is_started = True
+        if any(work.change.num_rows for work in call.items):
+            self._watch.saw_rows(is_constant=call.has_constant_rows)
         call.timings.queue_ms = (now - call.arrived_at) * 1000.0
         self._metrics.queue_seconds.observe(now - call.arrived_at)
         busy = frozenset().union(*(other.keys for other in self._waiting if other.is_started))

@@ -49,7 +49,7 @@ def build_call(
     _check_sizes(request, rows, limits)
     _check_features(request, rows, facts)
     has_bad_token = not _are_tokens(rows.token_ids, facts.vocab_size)
-    has_bad_row = rows.features is not None and not _is_finite(rows.features)
+    has_bad_row, has_constant_rows = _check_values(rows.features)
 
     works = []
     ends = list(accumulate((update.num_rows for update in request.sessions), initial=0))
@@ -64,7 +64,7 @@ def build_call(
             refused = _check_finite(index, features)
         works.append(_work(request, update, token_ids, features, facts, refused))
     closes = [SessionKey(request.client_id, session_id) for session_id in request.finished]
-    return ProposeCall(request.client_id, works, closes, arrived_at, request.deadline_ms)
+    return ProposeCall(request.client_id, works, closes, arrived_at, request.deadline_ms, has_constant_rows=has_constant_rows)
 
 
 def _work(
@@ -216,12 +216,16 @@ def _token_error(param: str, token_id: int, facts: ModelFacts) -> RequestError:
     )
 
 
-def _is_finite(features: Tensor) -> bool:
-    """Whether all values are finite. One pass and no temporary: `isfinite().all()` takes 25 times as long."""
-    if not features.numel():
-        return True
-    low, high = torch.aminmax(features)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+def _check_values(features: Tensor | None) -> tuple[bool, bool]:
+    """Whether a value is not finite, and whether all values are the same, which no captured state ever is.
+
+    One pass and no temporary: `isfinite().all()` takes 25 times as long.
+    """
+    if features is None or not features.numel():
+        return False, False
+    extremes = torch.aminmax(features)
+    low, high = extremes.min.item(), extremes.max.item()
+    return not (math.isfinite(low) and math.isfinite(high)), low == high
 
 
 def _check_finite(index: int, features: Tensor) -> ApiError | None:

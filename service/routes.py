@@ -35,7 +35,7 @@ from service.engine import DraftEngine
 from service.errors import NotFoundError, UnavailableError
 from service.metrics import MEDIA_TYPE as METRICS_MEDIA_TYPE
 from service.metrics import EngineMetrics
-from service.propose import CONTAINER, connection_of
+from service.propose import CONTAINER, MAX_JSON_BYTES, connection_of
 from service.sessions import Session, SessionKey, SessionTable
 from service.settings import EngineLimits
 
@@ -249,7 +249,8 @@ def describe_propose(document: dict[str, Any]) -> None:
             "operationId": "propose",
             "description": "Take in the verified rows of many sessions and draft for them, in one call. What is wrong with one "
             "session is told in its own entry of the reply, with the status it would have had alone, and its neighbours are "
-            "served. The reply comes in the media type of the request.",
+            "served. The reply comes in the media type of the request. JSON is for people and debugging, and is limited to "
+            f"{MAX_JSON_BYTES // 2**20} MiB.",
             "requestBody": {"required": True, "content": content("ProposeRequest", "JsonProposeRequest")},
             "responses": {
                 "200": {"description": "The call was served.", "content": content("ProposeReply", "JsonProposeReply")},

@@ -94,6 +94,13 @@ def test_a_value_that_is_not_finite_is_found_wherever_it_is(value: float, row: i
         assert refusals(call) == expected
 
 
+def test_rows_of_one_value_are_noticed_and_served() -> None:
+    call = build(Update("a", 0, [1, 2]), features=torch.zeros(2, 8))
+    assert call.has_constant_rows
+    assert refusals(call) == [None]
+    assert not build(Update("a", 0, [1, 2])).has_constant_rows
+
+
 def test_large_finite_values_pass() -> None:
     rows = torch.full((2, 8), torch.finfo(torch.float32).max)
     rows[1] = -rows[0]
