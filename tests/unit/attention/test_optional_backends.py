@@ -6,11 +6,12 @@ and computes what the kernel is documented to compute, so that the probe runs th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attention.backends import BACKENDS, default_backends
+from attention.backends.base import import_reasons
 from attention.backends.flash_mla import FlashMlaBackend
 from attention.backends.flashinfer import FlashInferBackend
 from attention.backends.tokenspeed_mla import TokenSpeedMlaBackend
@@ -469,20 +471,80 @@ def test_tokenspeed_names_what_does_not_fit(changes: dict[str, object], word: st
     assert TokenSpeedMlaBackend.capabilities.unsupported_reasons(_k3_problem(device=torch.device("cuda"))) == []
 
 
-def _signature_of(path: str) -> inspect.Signature:
-    module, _, name = path.rpartition(".")
-    function: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return inspect.signature(function)
+@pytest.fixture(scope="module")
+def real_tokenspeed() -> ModuleType:
+    """The package itself, where it is installed; it imports and compiles without a GPU."""
+    reasons = import_reasons("tokenspeed_mla.mla_decode")
+    if reasons:
+        pytest.skip(reasons[0])
+    return importlib.import_module("tokenspeed_mla.mla_decode")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tokenspeed_mla") is None or importlib.util.find_spec("cutlass") is None,
-    reason="package tokenspeed_mla is not installed",
-)
-def test_the_stand_in_has_the_signature_of_the_real_kernel() -> None:
-    real = _signature_of("tokenspeed_mla.mla_decode.tokenspeed_mla_decode").parameters.values()
-    ours = list(inspect.signature(_TokenSpeed().tokenspeed_mla_decode).parameters.values())
+def test_the_stand_in_has_the_signature_of_the_real_kernel(real_tokenspeed: ModuleType) -> None:
+    real = inspect.signature(real_tokenspeed.tokenspeed_mla_decode).parameters.values()
+    ours = inspect.signature(_TokenSpeed().tokenspeed_mla_decode).parameters.values()
     assert [(one.name, one.kind, one.default) for one in real] == [(one.name, one.kind, one.default) for one in ours]
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_the_workspace_is_what_the_real_kernel_needs(
+    real_tokenspeed: ModuleType, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    kernel, num_sms = real_tokenspeed, 148
+    for num_heads, slots in ((1, 1), (8, 7), (9, 4), (24, 7), (64, 7), (64, 8), (96, 8), (128, 7)):
+        problem = _k3_problem(num_heads=num_heads, draft_block_size=slots, kv_cache_dtype=dtype)
+        held = TokenSpeedMlaBackend(problem, num_sms=num_sms)._workspace.numel()
+        for batch, query_len in itertools.product((1, 2, 3, 8, 32, 128), {slots, 1}):
+            requests = batch if query_len == slots else batch * slots
+            tiler, _ = kernel.select_mla_decode_tilers(
+                num_heads, query_len, is_fp8=dtype == torch.float8_e4m3fn, compute_capability=capability
+            )
+            fold = kernel.get_mla_decode_fold_sq_factor(num_heads, query_len, tiler[0])
+            layouts = {(query_len // fold, num_heads * fold), (-(-num_heads * query_len // tiler[0]), tiler[0])}
+            for tiles, rows in layouts:
+                for max_seq_len in (200, 65536):
+                    _, needed = kernel._get_split_kv_and_workspace_size(
+                        requests, tiles, rows, 512, num_sms, max_seq_len, dtype, tiler
+                    )
+                    assert needed <= held, (num_heads, query_len, requests, tiles, rows)
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": torch.float16, "dtype": torch.float16}])
+def test_the_real_kernel_takes_our_arguments_up_to_the_device(
+    real_tokenspeed: ModuleType, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    """On a device that is too old, as patched in, it gets as far as refusing the device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    problem = _k3_problem(**changes)
+    query, cache, metadata = make_case(problem, [80, 300])
+    attention = BlockAttention(Selection("tokenspeed_mla", DecodePath.FUSED), problem, backend=_OnCpu(problem))
+    with pytest.raises(ValueError, match=r"requires SM100, SM103 or SM107, got \(9, 0\)"):
+        attention.forward(query, cache, 1, metadata, softmax_scale=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal_mask", [False, True])
+def test_the_real_kernel_compiles_for_blackwell(
+    real_tokenspeed: ModuleType, monkeypatch: pytest.MonkeyPatch, causal_mask: bool
+) -> None:
+    monkeypatch.setattr(real_tokenspeed, "get_max_active_clusters", lambda size: 1)
+    compiled = real_tokenspeed._get_compiled_mla_kernel(
+        torch_dtype=torch.bfloat16,
+        page_size=64,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        is_persistent=False,
+        is_var_seq=True,
+        is_var_split_kv=False,
+        compute_capability=(10, 0),
+        has_local_visible_lens=False,
+        causal_mask=causal_mask,
+        num_heads=64,
+        seq_len_q=7,
+        partial_fp16=False,
+    )
+    assert callable(compiled)
 
 
 def test_every_backend_has_a_name_of_its_own_and_the_oracle_comes_last() -> None:
