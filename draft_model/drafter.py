@@ -235,8 +235,7 @@ class Drafter:
         """
         wanted = max(self._check(request) for request in requests)
         batch, size = len(requests), self.draft_block_size
-        anchors = torch.tensor([request.anchor_token_id for request in requests], device=self.device)
-        hidden = self._block_states(requests, anchors).view(batch, size, -1)[:, self._first_slot : self._first_slot + wanted]
+        hidden = self._block_states(requests).view(batch, size, -1)[:, self._first_slot : self._first_slot + wanted]
         base = self._lm_head(hidden.reshape(batch * wanted, -1)).view(batch, wanted, -1)
 
         sampler = BlockSampler(
@@ -246,7 +245,8 @@ class Drafter:
             wanted,
             self.device,
         )
-        previous, drafted, embedded = anchors, [], []
+        previous = self._indices([request.anchor_token_id for request in requests])
+        drafted, embedded = [], []
         state = None if self._markov is None else self._markov.start(batch)
         for slot in range(wanted):
             logits = base[:, slot]
@@ -283,12 +283,11 @@ class Drafter:
         features = write.features.to(self.device, self.dtype)
         return features if write.is_projected else self._backbone.project(features)
 
-    def _block_states(self, requests: Sequence[DraftRequest], anchors: Tensor) -> Tensor:
+    def _block_states(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Run the backbone over the blocks; returns [B * S, E] after the final norm."""
-        batch, size = len(requests), self.draft_block_size
-        ids = torch.full((batch, size), self.config.mask_token_id, device=self.device)
-        ids[:, 0] = anchors
-        x = F.embedding(ids.view(-1), self._embedding).to(self.dtype)
+        size, masks = self.draft_block_size, [self.config.mask_token_id] * (self.draft_block_size - 1)
+        ids = [token_id for request in requests for token_id in (request.anchor_token_id, *masks)]
+        x = F.embedding(self._indices(ids), self._embedding).to(self.dtype)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
         positions: list[int] = []
@@ -302,7 +301,7 @@ class Drafter:
             page_size=self.page_size,
             device=self.device,
         )
-        blocks = DraftBlocks(batch, self._rotation(positions), self._indices(slots), metadata)
+        blocks = DraftBlocks(len(requests), self._rotation(positions), self._indices(slots), metadata)
         return self._backbone.forward(x, blocks, self.cache, self._attention)
 
     def _proposals(

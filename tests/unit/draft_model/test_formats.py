@@ -256,7 +256,7 @@ def restricted(drafter: Drafter, ids: Tensor) -> list[int]:
     features, anchor, _ = first_round()
     session = TinySession(drafter, PAGES)
     session.write(features)
-    hidden = drafter._block_states([session.request(anchor)], torch.tensor([anchor]))
+    hidden = drafter._block_states([session.request(anchor)])
     base, markov = drafter._lm_head(hidden), drafter._markov
     assert markov is not None
     previous, drafted = torch.tensor([anchor]), []

@@ -93,7 +93,7 @@ def test_every_round_equals_the_recording(case: str, backend: str, monkeypatch: 
             patch.setattr(drafter_module, "BlockSampler", sampler)
             (proposal,) = drafter.draft([request])
         assert proposal.token_ids == recorded.tolist()
-        hidden = drafter._block_states([request], block[:1])
+        hidden = drafter._block_states([request])
         assert_near(hidden, rounds.need(index, "block_hidden"))
         assert_near(drafter._lm_head(hidden), rounds.tensor(index, "base_logits"))
         assert_near(torch.stack(sampler.logits), rounds.need(index, "draft_logits_corrected"))

@@ -79,7 +79,7 @@ def test_the_loaded_model_depends_on_every_tensor(tmp_path: Path, tensors: dict[
         session = TinySession(drafter, [1, 2, 3])
         session.write(make_features(drafter, 5))
         (proposal,) = drafter.draft([session.request(3)])
-        hidden = drafter._block_states([session.request(3)], torch.tensor([3]))
+        hidden = drafter._block_states([session.request(3)])
         base = drafter._lm_head(hidden)
         assert drafter._markov is not None
         embedded = drafter._markov.embed(torch.tensor([3]))
