@@ -51,7 +51,6 @@ class TokenSpeedMlaBackend(AttentionBackend):
         lse_base="2",
         kv_dtype_is_query_dtype=True,
         compute_capabilities=frozenset({(10, 0), (10, 3), (10, 7)}),
-        supports_graph_capture=True,
     )
 
     def __init__(self, problem: AttentionProblem, *, num_sms: int | None = None) -> None:

@@ -43,7 +43,6 @@ class TritonBackend(AttentionBackend):
         supports_sliding_window=True,
         lse_base="2",
         min_compute_capability=(8, 0),
-        supports_graph_capture=True,
     )
 
     def __init__(self, problem: AttentionProblem, *, num_splits: int | None = None) -> None:
@@ -55,8 +54,10 @@ class TritonBackend(AttentionBackend):
             self._num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
         self._tail_dim = problem.key_dim - problem.value_dim if problem.kind == "mla" else 0
         self._value_block = max(_power_of_2(problem.value_dim), 16)
-        # A wide tile of values leaves room for few keys beside it.
-        self._block_n = 32 if self._value_block >= 256 else 64
+        # Shared memory holds a tile of queries and two of keys; a multiprocessor has 100 to 227 KB of it.
+        is_wide, itemsize = self._value_block >= 256, problem.dtype.itemsize
+        self._block_n = (64 if is_wide else 128) // itemsize
+        self._max_block_m = (128 if is_wide else 256) // itemsize
 
     @classmethod
     def machine_reasons(cls) -> list[str]:
@@ -80,7 +81,7 @@ class TritonBackend(AttentionBackend):
         num_rows = num_slots * heads // groups
         # [B, Q, G, H / G, D] -> [B, G, M, D]
         folded = query.reshape(batch, num_slots, groups, -1, key_dim).transpose(1, 2).reshape(batch, groups, num_rows, key_dim)
-        block_m = min(max(_power_of_2(num_rows), 16), 64)
+        block_m = min(max(_power_of_2(num_rows), 16), self._max_block_m)
         num_tiles = groups * -(-num_rows // block_m)
         num_splits = self._num_splits or self._choose_splits(batch * num_tiles, metadata.max_seq_len)
 

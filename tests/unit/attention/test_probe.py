@@ -113,6 +113,14 @@ def _does_not_compile(decode: _Decode, query, cache, layer, metadata, scale):  #
     raise NotImplementedError("no kernel image is available")
 
 
+class _CompilerError(Exception):
+    """Of a kernel compiler, whose error tree is its own."""
+
+
+def _does_not_fit(decode: _Decode, query, cache, layer, metadata, scale):  # type: ignore[no-untyped-def]
+    raise _CompilerError("out of shared memory")
+
+
 @pytest.mark.parametrize("backend", ["torch_cpu", "reference"])
 @pytest.mark.parametrize("path", list(DecodePath))
 @pytest.mark.parametrize("kind", ["mla", "gqa"])
@@ -160,6 +168,7 @@ def test_a_causal_kernel_is_caught_and_the_flattened_path_taken(caplog: pytest.L
         (_takes_pages_for_neighbours, "output is off"),
         (_returns_nan, "output is off by nan"),
         (_returns_another_dtype, "torch.float64, not"),
+        (_does_not_fit, "_CompilerError: out of shared memory"),
         (_does_not_compile, "NotImplementedError: no kernel image is available"),
     ],
 )
