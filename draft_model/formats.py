@@ -247,9 +247,8 @@ def _resolve_k3(keys: _Keys) -> DraftConfig:
 
 
 def _resolve_deepspec(keys: _Keys) -> DraftConfig:
-    names = keys.raw["architectures"]
-    if "Gemma4DSparkModel" in names:
-        raise keys.fail("architectures", "is Gemma4DSparkModel, which is not supported yet")
+    if "Gemma4DSparkModel" in keys.raw["architectures"]:
+        return _resolve_gemma4(keys)
     return _resolve_qwen3(
         keys,
         keys,
@@ -259,6 +258,62 @@ def _resolve_deepspec(keys: _Keys) -> DraftConfig:
         mask_token_id=keys.token_id("mask_token_id"),
         sample_from_anchor=True,
         target_num_layers=keys.size("num_target_layers"),
+    )
+
+
+def _resolve_gemma4(keys: _Keys) -> DraftConfig:
+    """Resolve a Gemma4 DSpark draft: every layer has the geometry of the target's full-attention layers."""
+    keys.refuse_true(
+        "attention_bias", "enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp"
+    )
+    head_dim, hidden_size, vocab_size = keys.size("global_head_dim"), keys.size("hidden_size"), keys.size("vocab_size")
+    shares_key = keys.flag("attention_k_eq_v", None)
+    head_type, markov_rank = _markov(keys)
+    has_confidence, with_markov = _confidence(keys)
+    stored = keys.integers("target_layer_ids")
+    stored_dtype = _stored_dtype(keys)
+    if "final_logit_softcapping" not in keys.raw:
+        raise keys.fail("final_logit_softcapping", "is missing; null means no cap")
+    sliding_error = keys.fail("layer_types", "holds sliding_attention; Gemma4 drafts have full attention only")
+    return DraftConfig(
+        source_format="deepspec",
+        model_name="Gemma4DSparkModel",
+        attention=GqaGeometry(
+            num_kv_heads=keys.size("num_global_key_value_heads" if shares_key else "num_key_value_heads"),
+            head_dim=head_dim,
+            softmax_scale=1.0,
+            has_value_proj=not shares_key,
+            normalises_value=True,
+            has_sandwich_norms=True,
+        ),
+        hidden_size=hidden_size,
+        intermediate_size=keys.size("intermediate_size"),
+        num_layers=keys.size("num_hidden_layers"),
+        num_heads=keys.size("num_attention_heads"),
+        hidden_act=keys.one_of("hidden_activation", _HIDDEN_ACTS),
+        rms_norm_eps=keys.number("rms_norm_eps"),
+        rope=resolve_rope(keys.raw, where=keys.where, head_dim=head_dim, interleaved=False, scales_softmax=False),
+        layer_windows=_layer_windows(keys, sliding_error),
+        vocab_size=vocab_size,
+        draft_vocab_size=keys.size("draft_vocab_size") if keys.has("draft_vocab_size") else vocab_size,
+        d2t_format=_d2t_format(keys),
+        mask_token_id=keys.token_id("mask_token_id"),
+        draft_block_size=keys.size("block_size"),
+        sample_from_anchor=True,
+        target_layer_ids=_translate(stored, "deepspec"),
+        stored_layer_ids=stored,
+        target_hidden_size=keys.size("target_hidden_size") if keys.has("target_hidden_size") else hidden_size,
+        target_num_layers=keys.size("num_target_layers"),
+        head_type=head_type,
+        markov_rank=markov_rank,
+        has_confidence=has_confidence,
+        confidence_with_markov=with_markov,
+        max_position=keys.size("max_position_embeddings"),
+        tie_word_embeddings=keys.flag("tie_word_embeddings", False),
+        stored_dtype=stored_dtype,
+        logit_softcap=keys.number("final_logit_softcapping") if keys.has("final_logit_softcapping") else None,
+        # The reference rounds the scale to the dtype of the table.
+        embedding_scale=float(torch.tensor(hidden_size**0.5).to(stored_dtype or torch.float32)),
     )
 
 
