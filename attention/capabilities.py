@@ -180,9 +180,11 @@ class AttentionCapabilities:
         return [reason for is_met, reason in checks if not is_met]
 
     def device_reasons(self, compute_capability: tuple[int, int] | None) -> list[str]:
-        """Every reason why it cannot run on a CUDA device of this compute capability; None if there is no such device."""
-        if "cuda" not in self.device_types or compute_capability is None:
+        """Every reason why it cannot run beside a CUDA device of this compute capability; None if there is no such device."""
+        if "cuda" not in self.device_types:
             return []
+        if compute_capability is None:
+            return [] if "cpu" in self.device_types else ["there is no CUDA device"]
         reasons = []
         if self.compute_capabilities is not None and compute_capability not in self.compute_capabilities:
             wanted = ", ".join(f"{major}.{minor}" for major, minor in sorted(self.compute_capabilities))

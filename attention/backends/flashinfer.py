@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, import_reasons
+from attention.backends.base import AttentionBackend, import_reasons, missing_package
 from attention.cache import RESERVED_PAGE, PagedKVCache
 from attention.capabilities import AttentionCapabilities, AttentionProblem, QueryLenSupport
 from attention.metadata import BlockMetadata
@@ -55,7 +55,8 @@ class FlashInferBackend(AttentionBackend):
     @classmethod
     def machine_reasons(cls) -> list[str]:
         """See `AttentionBackend`."""
-        return super().machine_reasons() or import_reasons(_MODULE)
+        # Importing takes seconds, so only where it could be of use.
+        return super().machine_reasons() + missing_package("flashinfer") or import_reasons(_MODULE)
 
     def decode(
         self,

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, import_reasons
+from attention.backends.base import AttentionBackend, import_reasons, missing_package
 from attention.cache import PagedKVCache
 from attention.capabilities import AttentionCapabilities, AttentionProblem, QueryLenSupport
 from attention.metadata import BlockMetadata
@@ -66,7 +66,8 @@ class TokenSpeedMlaBackend(AttentionBackend):
     @classmethod
     def machine_reasons(cls) -> list[str]:
         """See `AttentionBackend`."""
-        return super().machine_reasons() or import_reasons(_MODULE)
+        # Importing takes seconds, so only where it could be of use.
+        return super().machine_reasons() + missing_package("tokenspeed_mla") or import_reasons(_MODULE)
 
     def decode(
         self,

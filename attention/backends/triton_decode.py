@@ -62,7 +62,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def machine_reasons(cls) -> list[str]:
         """See `AttentionBackend`."""
-        return missing_package("triton") + super().machine_reasons()
+        return super().machine_reasons() + missing_package("triton")
 
     def decode(
         self,

@@ -177,7 +177,7 @@ def test_some_backend_serves_every_problem_on_a_cpu(
 
 @pytest.mark.parametrize(
     ("capability", "is_usable"),
-    [(None, True), ((9, 0), False), ((10, 0), True), ((10, 3), True), ((8, 0), False)],
+    [(None, False), ((9, 0), False), ((10, 0), True), ((10, 3), True), ((8, 0), False)],
 )
 def test_device_reasons(capability: tuple[int, int] | None, is_usable: bool) -> None:
     exact = replace(_ANY, device_types=frozenset({"cuda"}), compute_capabilities=frozenset({(10, 0), (10, 3)}))

@@ -450,6 +450,9 @@ def test_a_package_that_imports_but_does_not_work_is_a_reason(monkeypatch: pytes
     broken.__spec__ = importlib.util.spec_from_loader("tokenspeed_mla", loader=None)
     broken.__path__ = []
     monkeypatch.setitem(sys.modules, "tokenspeed_mla", broken)
+    assert TokenSpeedMlaBackend.machine_reasons() == ["there is no CUDA device"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     (reason,) = TokenSpeedMlaBackend.machine_reasons()
     assert reason.startswith("tokenspeed_mla.mla_decode cannot be imported: ModuleNotFoundError")
 
