@@ -550,16 +550,19 @@ def test_a_worker_that_cannot_start_is_an_error() -> None:
 
 def test_long_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(propose, "BODY_BUDGET", 1)
-    with serving() as server, raw_connection(server) as sock:
+    model = GatedDrafter()
+    with serving(make_harness(model, max_body_bytes=3_000)) as server, ThreadPoolExecutor(1) as pool:
         client_id = shake_hands(server.http)
-        limit = server.harness.limits.max_body_bytes
-        body = container_body(client_id, Update("a", 0, [1]))
-        sock.sendall(raw_request(server, bytes(limit))[:1_000])
-        wait_until(lambda: post_container(server.http, body).status_code == 429)
-        refused = post_container(server.http, body)
-        assert error_of(refused)["used_bytes"] == limit
-        sock.close()
-        wait_until(lambda: post_container(server.http, body).status_code == 200)
+        long, other = (container_body(client_id, Update(name, 0, list(range(40)))) for name in "ab")
+        assert 1_500 < len(long) <= 3_000
+        inside = pool.submit(post_container, server.http, long)
+        assert model.entered.wait(20)
+        with server.connect() as http:
+            refused = post_container(http, other)
+            assert (refused.status_code, error_of(refused)["used_bytes"]) == (429, len(long))
+            model.gate.set()
+            assert inside.result(20).status_code == 200
+            reply_of(post_container(http, other))
 
 
 def test_long_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
