@@ -1,6 +1,6 @@
 """The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
 
-    draft-engine serve | target | demo | train | inspect | bench
+    draft-engine serve | target | demo | train | inspect | bench | verify-lossless
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -185,6 +185,12 @@ def _bench(settings: Any) -> int:
     return run_bench(settings, _console())
 
 
+def _verify_lossless(settings: Any) -> int:
+    from service.lossless import run_lossless
+
+    return run_lossless(settings, _console())
+
+
 def _train_settings() -> type[Any]:
     from pydantic import BaseModel, create_model
 
@@ -216,6 +222,12 @@ def _bench_settings() -> type[EngineSettings]:
     from service.bench import BenchSettings
 
     return BenchSettings
+
+
+def _lossless_settings() -> type[EngineSettings]:
+    from service.lossless import LosslessSettings
+
+    return LosslessSettings
 
 
 COMMANDS = (
@@ -260,6 +272,13 @@ COMMANDS = (
         "Draft the same blocks in process and through a draft server, and print latencies and what HTTP adds.",
         _bench_settings,
         _bench,
+    ),
+    Command(
+        "verify-lossless",
+        "test that drafting does not change what the target says",
+        "Compare the first tokens of many answers with the target's exact distribution, for hostile drafters and all settings.",
+        _lossless_settings,
+        _verify_lossless,
     ),
 )
 
