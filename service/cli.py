@@ -92,7 +92,10 @@ def _serve(settings: ServeSettings) -> int:
     )
     engine = DraftEngine(drafter, sessions, limits, metrics, on_worker_start=lambda: _set_threads(settings.threads))
     clients = ClientTable(
-        server_id=f"server-{secrets.token_hex(8)}", lease_seconds=settings.lease_seconds, max_clients=settings.max_sessions
+        server_id=f"server-{secrets.token_hex(8)}",
+        lease_seconds=settings.lease_seconds,
+        disconnect_grace_seconds=settings.disconnect_grace_seconds,
+        max_clients=settings.max_sessions,
     )
     app = create_app(
         engine=engine,
