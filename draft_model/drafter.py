@@ -216,23 +216,31 @@ class Drafter:
         """Write context rows of several sessions.
 
         Raises:
-            DraftRequestError: rows of the wrong width.
+            DraftRequestError: wrong_shape; nothing was written.
+            ValueError: the pages of a session end before its rows do.
         """
-        states = [self._context_states(write) for write in writes]
+        raw = [self._rows(write) for write in writes if not write.is_projected]
+        states = [self._backbone.project(_cat(raw))] if raw else []
+        states += [self._rows(write) for write in writes if write.is_projected]
         positions: list[int] = []
         slots: list[int] = []
-        for write, rows in zip(writes, states, strict=True):
-            positions += range(write.position, write.position + len(rows))
-            slots += slots_of(write.page_ids, write.first_row, len(rows), self.page_size)
-        self._backbone.write_context(_cat(states), self._rotation(positions), self._indices(slots), self.cache)
+        for write in sorted(writes, key=lambda write: write.is_projected):
+            count = len(write.features)
+            positions += range(write.position, write.position + count)
+            slots += slots_of(write.page_ids, write.first_row, count, self.page_size)
+        if slots:
+            self._backbone.write_context(_cat(states), self._rotation(positions), self._indices(slots), self.cache)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
         """Draft one block for each request, in one forward.
 
         Raises:
-            DraftRequestError: too_many_draft_tokens.
+            DraftRequestError: too_many_draft_tokens, token_out_of_range.
+            ValueError: the pages of a session have no room for its block.
         """
+        if not requests:
+            return []
         wanted = max(self._check(request) for request in requests)
         batch, size = len(requests), self.draft_block_size
         hidden = self._block_states(requests).view(batch, size, -1)[:, self._first_slot : self._first_slot + wanted]
@@ -272,7 +280,7 @@ class Drafter:
         self.write_context([ContextWrite(pages, 0, 0, features)])
         self.draft([DraftRequest(pages, 1, 1, 0, self.config.max_draft_tokens)])
 
-    def _context_states(self, write: ContextWrite) -> Tensor:
+    def _rows(self, write: ContextWrite) -> Tensor:
         width = self.config.hidden_size if write.is_projected else self.config.feature_width
         if write.features.ndim != 2 or write.features.shape[1] != width:
             raise DraftRequestError(
@@ -280,8 +288,7 @@ class Drafter:
                 f"context rows must be [n, {width}]; they are {list(write.features.shape)}",
                 {"expected_width": width},
             )
-        features = write.features.to(self.device, self.dtype)
-        return features if write.is_projected else self._backbone.project(features)
+        return write.features.to(self.device, self.dtype)
 
     def _block_states(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Run the backbone over the blocks; returns [B * S, E] after the final norm."""
@@ -332,6 +339,12 @@ class Drafter:
                 "too_many_draft_tokens",
                 f"{request.num_draft_tokens} drafts were asked for; a block yields 1 to {self.config.max_draft_tokens}",
                 {"num_draft_tokens": request.num_draft_tokens, "max_draft_tokens": self.config.max_draft_tokens},
+            )
+        if not 0 <= request.anchor_token_id < self.config.vocab_size:
+            raise DraftRequestError(
+                "token_out_of_range",
+                f"the anchor is token {request.anchor_token_id}; the vocabulary has {self.config.vocab_size}",
+                {"token_id": request.anchor_token_id, "vocab_size": self.config.vocab_size},
             )
         return request.num_draft_tokens
 

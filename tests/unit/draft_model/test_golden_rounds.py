@@ -164,3 +164,23 @@ def test_rounds_of_several_generations_in_one_batch(monkeypatch: pytest.MonkeyPa
         sessions.append(session.request(int(rounds.need(count - 1, "draft_input_ids")[0])))
         expected.append(rounds.need(count - 1, "draft_tokens_full_block").tolist())
     assert [proposal.token_ids for proposal in drafter.draft(sessions)] == expected
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.01), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("case", ["gen_vanilla_greedy", "gen_rnn_greedy", "gen_gated_t1", "gen_dflash_greedy"])
+def test_half_precision_stays_near_the_recording(
+    case: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 keeps 11 bits of a weight and bfloat16 8; logits are of size 10."""
+    rounds = RoundsOfCase(case)
+    drafter = load_drafter(rounds.folder, dtype=dtype)
+    session = TinySession(drafter, SCATTERED)
+    for index in range(2):
+        session.write(rounds.need(index, "ctx_features"))
+        sampler = RecordingSampler(rounds.need(index, "draft_tokens_full_block"))
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter_module, "BlockSampler", sampler)
+            drafter.draft([session.request(int(rounds.need(index, "draft_input_ids")[0]))])
+        expected = rounds.need(index, "draft_logits_corrected")
+        worst = (torch.stack(sampler.logits) - expected).abs().max() / expected.abs().max()
+        assert worst < tolerance

@@ -230,11 +230,14 @@ def test_a_copied_page_holds_the_rows_of_every_layer(drafter: Drafter) -> None:
 
 def test_projected_rows_equal_raw_ones(drafter: Drafter) -> None:
     features = make_features(drafter, 5)
-    raw, projected = TinySession(drafter, [1, 2, 3]), TinySession(drafter, [4, 5, 6])
-    raw.write(features)
-    projected.write(drafter._backbone.project(features), is_projected=True)
-    one, other = drafter.draft([raw.request(9), projected.request(9)])
-    assert one == other
+    raw, projected, late = (TinySession(drafter, range(first, first + 3)) for first in (1, 4, 7))
+    states = drafter._backbone.project(features)
+    writes = [projected.context_write(states, is_projected=True), raw.context_write(features), late.context_write(features)]
+    drafter.write_context(writes)
+    one, two, three = drafter.draft([raw.request(9), projected.request(9), late.request(9)])
+    assert one.token_ids == two.token_ids == three.token_ids
+    assert one.confidence == pytest.approx(two.confidence, abs=1e-6)
+    assert one.confidence == pytest.approx(three.confidence, abs=1e-6)
 
 
 def test_positions_are_apart_from_rows(drafter: Drafter) -> None:
@@ -286,6 +289,30 @@ def test_counts_outside_the_block_are_refused_with_both_numbers(drafter: Drafter
         drafter.draft([TinySession(drafter, SCATTERED).request(1, count)])
     assert caught.value.code == "too_many_draft_tokens"
     assert caught.value.numbers == {"num_draft_tokens": count, "max_draft_tokens": 4}
+
+
+@pytest.mark.parametrize("token", [-1, 260])
+def test_anchors_outside_the_vocabulary_are_refused(drafter: Drafter, token: int) -> None:
+    with pytest.raises(DraftRequestError, match="260") as caught:
+        drafter.draft([TinySession(drafter, SCATTERED).request(token)])
+    assert caught.value.code == "token_out_of_range"
+
+
+def test_pages_without_room_are_refused_before_anything_is_written(drafter: Drafter) -> None:
+    full = TinySession(drafter, [1, 2])
+    full.write(make_features(drafter, 6))
+    with pytest.raises(ValueError, match=r"rows \[6, 10\) do not fit 2 pages of 4 rows"):
+        drafter.draft([full.request(1)])
+    before = drafter.cache.rows(0).clone()
+    with pytest.raises(ValueError, match=r"rows \[6, 9\) do not fit"):
+        full.write(make_features(drafter, 3))
+    torch.testing.assert_close(drafter.cache.rows(0), before, equal_nan=True, atol=0, rtol=0)
+
+
+def test_nothing_to_do_is_no_error(drafter: Drafter) -> None:
+    drafter.write_context([])
+    drafter.write_context([TinySession(drafter, [1]).context_write(make_features(drafter, 0))])
+    assert drafter.draft([]) == []
 
 
 def test_rows_of_the_wrong_width_are_refused(drafter: Drafter) -> None:
