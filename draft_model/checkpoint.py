@@ -252,6 +252,7 @@ def _read_d2t(config: DraftConfig, draft: TensorReader) -> tuple[Tensor | None, 
         raise CheckpointError(
             f"{draft.folder}: tensor d2t does not map {size} draft ids to distinct token ids below {vocab}"
             + (", or not to those that t2d marks" if "t2d" in draft else "")
+            + (f" (read as {config.d2t_format}; d2t_format in config.json says how)" if config.d2t_format else "")
         )
     if len(valid) > 1:
         raise CheckpointError(

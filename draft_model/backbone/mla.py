@@ -84,9 +84,8 @@ class MlaBackbone:
             cache.write(index, blocks.slot_mapping, self._latent_rows(kv_a, layer, blocks.rotation))
             query = layer.query_b(rms_norm(compressed, layer.query_norm, eps)).view(rows, heads, -1)
             nope, rope = torch.split(query, [geometry.qk_nope_head_dim, geometry.qk_rope_head_dim], dim=-1)
-            absorbed = query.new_empty(rows, heads, geometry.latent_dim)
-            absorbed[..., :latent] = torch.bmm(nope.transpose(0, 1), layer.key_up).transpose(0, 1)
-            absorbed[..., latent:] = blocks.rotation.apply(rope)
+            absorbed = torch.bmm(nope.transpose(0, 1), layer.key_up).transpose(0, 1)
+            absorbed = torch.cat([absorbed, blocks.rotation.apply(rope)], dim=-1)
             mixed = attention[index].forward(
                 absorbed.view(blocks.batch_size, -1, heads, geometry.latent_dim),
                 cache,

@@ -303,6 +303,19 @@ def test_an_ambiguous_map_has_to_say_what_it_is(tmp_path: Path) -> None:
     assert draft_first_round(load_drafter(write_checkpoint(tmp_path, raw, marked))) == restricted(full, ids)
 
 
+def test_trained_drafts_hold_offsets_unless_they_say_otherwise(tmp_path: Path) -> None:
+    folder = make_tiny_drafter(tmp_path, draft_vocab_size=60)
+    config, tensors = read_checkpoint(folder)
+    ids = make_draft_to_target(260, 60)
+    assert torch.equal(tensors["d2t"], ids - torch.arange(60))
+    (expected,) = load_drafter(folder).draft([TinySession(load_drafter(folder), PAGES).request(9)])
+    tensors["d2t"] = ids
+    with pytest.raises(CheckpointError, match=r"\(read as offset; d2t_format in config\.json says how\)"):
+        load_drafter(write_checkpoint(tmp_path, config, tensors))
+    drafter = load_drafter(write_checkpoint(tmp_path, {**config, "d2t_format": "index"}, tensors))
+    assert drafter.draft([TinySession(drafter, PAGES).request(9)]) == [expected]
+
+
 def test_maps_that_are_no_maps_are_refused(tmp_path: Path) -> None:
     config, tensors = golden()
     ids = make_draft_to_target(320, 120)
