@@ -10,6 +10,7 @@ Shape symbols: V vocab_size, D draft_vocab_size, E hidden_size.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,10 @@ from draft_model.errors import CheckpointError
 TensorSource = Literal["own", "tied", "target"]
 
 # Where targets of the field keep these tensors, text-only and inside multimodal wrappers.
-_TARGET_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+_TARGET_EMBEDDINGS = tuple(
+    f"{prefix}embed_tokens.weight"
+    for prefix in ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+)
 _TARGET_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 _HASH_CHUNK_BYTES = 1 << 22
 
@@ -35,15 +39,16 @@ class TensorReader:
     Args:
         folder: the checkpoint.
         stored_dtype: the dtype that every floating tensor must have; None accepts any floating dtype.
+        names: tensors that will be asked for; shards without any of them need not be there. None for all.
 
     Raises:
         CheckpointError: a file is missing or unreadable.
     """
 
-    def __init__(self, folder: Path, stored_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: Path, stored_dtype: torch.dtype | None = None, names: Collection[str] | None = None) -> None:
         self.folder = folder
         self.stored_dtype = stored_dtype
-        self.files = weight_files(folder)
+        self.files = weight_files(folder, names)
         self._file_of: dict[str, tuple[Path, Any]] = {}
         self._taken: set[str] = set()
         for file in self.files:
@@ -122,8 +127,8 @@ class TensorReader:
         return f"{self._file_of[name][0]}: tensor {name}"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a checkpoint.
+def weight_files(folder: Path, names: Collection[str] | None = None) -> list[Path]:
+    """List the safetensors files of a checkpoint, or only those that hold some of `names`.
 
     Raises:
         CheckpointError: there are none, or one that the index names is missing.
@@ -137,7 +142,7 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing")
-    files = sorted({folder / str(name) for name in weight_map.values()})
+    files = sorted({folder / str(file) for name, file in weight_map.items() if names is None or name in names})
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist, but {index.name} names it")
@@ -210,17 +215,18 @@ class _Target:
         raw = read_json(folder / "config.json")
         text = raw.get("text_config")
         self._tied = bool((text if isinstance(text, dict) else raw).get("tie_word_embeddings", raw.get("tie_word_embeddings")))
-        self._reader = TensorReader(folder)
+        # A draft server need not hold the whole target: the shards with these tensors will do.
+        self._reader = TensorReader(folder, names={*_TARGET_EMBEDDINGS, *_TARGET_HEADS})
 
     def embedding(self, *shape: int) -> Tensor:
-        return self._first([f"{prefix}embed_tokens.weight" for prefix in _TARGET_PREFIXES], shape)
+        return self._first(_TARGET_EMBEDDINGS, shape)
 
     def lm_head(self, *shape: int) -> Tensor:
         if self._tied and not any(name in self._reader for name in _TARGET_HEADS):
             return self.embedding(*shape)
-        return self._first(list(_TARGET_HEADS), shape)
+        return self._first(_TARGET_HEADS, shape)
 
-    def _first(self, names: list[str], shape: tuple[int, ...]) -> Tensor:
+    def _first(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         for name in names:
             if name in self._reader:
                 return self._reader.take(name, *shape)

@@ -435,6 +435,23 @@ def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     assert drafter.fingerprint != load_drafter(GOLDEN / "draft_vanilla").fingerprint
 
 
+def test_a_target_needs_only_the_shards_with_its_embedding_and_head(tmp_path: Path) -> None:
+    config, tensors = golden()
+    names = ("embed_tokens.weight", "lm_head.weight")
+    folder = write_checkpoint(tmp_path / "draft", config, {name: t for name, t in tensors.items() if name not in names})
+    lent = {
+        "model.embed_tokens.weight": tensors[names[0]],
+        "lm_head.weight": tensors[names[1]],
+        "model.norm.weight": torch.ones(48),
+    }
+    target = write_shards(tmp_path / "target", {"tie_word_embeddings": False}, lent)
+    (target / "model-00003-of-00003.safetensors").unlink()
+    assert draft_first_round(load_drafter(folder, target_path=target)) == first_round()[2]
+    (target / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors does not exist"):
+        load_drafter(folder, target_path=target)
+
+
 def test_broken_shards_are_named(tmp_path: Path) -> None:
     folder = write_shards(tmp_path, *golden())
     shard, other = folder / "model-00002-of-00003.safetensors", folder / "model-00001-of-00003.safetensors"
