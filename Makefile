@@ -8,7 +8,8 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve target train check test test-slow bench bench-attention bench-propose format pins clean
+.PHONY: help setup demo serve target train check test test-slow bench bench-attention bench-propose format pins clean \
+	doctor stack docs docker-build docker-test
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -63,6 +64,21 @@ bench-attention: $(READY) ## fused against flattened decode -> build/bench_atten
 
 bench-propose: $(READY) ## drafting in process against over HTTP -> build/bench_propose.json
 	$(BIN)/draft-engine bench $(ARGS)
+
+doctor: $(READY) ## check this machine, the models and a draft server
+	$(BIN)/draft-engine doctor $(ARGS)
+
+stack: $(READY) ## the processes of docker/compose.yaml's profile cpu, without Docker: start, load, stop
+	$(BIN)/python -P -m tests.support.stack
+
+docs: $(READY) ## write the generated pages of docs/ anew
+	$(BIN)/python -P docs/generate.py
+
+docker-build: ## build the cpu image
+	docker build --file docker/Dockerfile --target cpu --tag draft-engine:0.1.0-cpu .
+
+docker-test: docker-build ## run compose's profile cpu with a real Docker engine: up, one answer, down
+	sh docker/test.sh
 
 pins: $(READY) ## write the versions that are installed now into constraints.txt
 	echo "# Exact versions of everything the tests run with; pyproject.toml has the ranges. Refresh: make pins" > constraints.txt

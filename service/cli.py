@@ -1,6 +1,6 @@
 """The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
 
-    draft-engine serve | target | demo | train | inspect | bench | verify-lossless
+    draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -182,6 +182,13 @@ def _inspect(settings: Any) -> int:
     return 0
 
 
+def _doctor(settings: Any) -> int:
+    from service.doctor import run_doctor
+
+    _set_threads(settings.threads)
+    return run_doctor(settings, _console())
+
+
 def _bench(settings: Any) -> int:
     from service.bench import run_bench
 
@@ -219,6 +226,12 @@ def _inspect_settings() -> type[EngineSettings]:
     from service.inspect import InspectSettings
 
     return InspectSettings
+
+
+def _doctor_settings() -> type[EngineSettings]:
+    from service.doctor import DoctorSettings
+
+    return DoctorSettings
 
 
 def _bench_settings() -> type[EngineSettings]:
@@ -268,6 +281,14 @@ COMMANDS = (
         "Print what a checkpoint is, whether it loads, and which attention backend would serve it, with the reasons.",
         _inspect_settings,
         _inspect,
+    ),
+    Command(
+        "doctor",
+        "check a deployment, and say whether drafting pays",
+        "Look at what `serve` would do with the same flags, call a draft server, and work out from which acceptance length "
+        "drafting pays. Exit codes: 0 all is well, 1 a check failed, 3 drafting would not pay.",
+        _doctor_settings,
+        _doctor,
     ),
     Command(
         "bench",

@@ -15,6 +15,8 @@ from tests.support.draft_model import make_tiny_drafter
 from tests.support.stack import find_prometheus, run_load, run_stack, wait_for_drafts
 from tests.support.tiny_target import CONFIG, VOCAB_SIZE, write_tiny_target
 
+pytestmark = pytest.mark.slow
+
 KEY = "a-key-for-this-test"
 
 
