@@ -326,8 +326,14 @@ class Doctor:
         self.seen_acceptance = acceptance_of(_get(http, "/metrics").text)
         yield Check("round trip", Verdict.OK, f"{timing.round_trip_ms:.2f} ms for an empty request")
         yield Check("draft call", Verdict.OK, f"{timing.call_ms:.2f} ms, of it {timing.server_ms:.2f} ms in the server")
-        rate, size = probe.measure_bandwidth(self._settings.upload_size)
-        yield Check("bandwidth", Verdict.OK, f"{rate / 2**20:.0f} MiB/s with {size / 2**20:.1f} MiB of context rows")
+        try:
+            rate, size = probe.measure_bandwidth(self._settings.upload_size)
+        except SessionRefusedError as error:
+            yield Check("bandwidth", Verdict.WARN, f"not measured, since the server refused the rows: {error}")
+        else:
+            yield Check("bandwidth", Verdict.OK, f"{rate / 2**20:.0f} MiB/s with {size / 2**20:.1f} MiB of context rows")
+        finally:
+            probe.close()
 
 
 @dataclass(frozen=True)
@@ -337,6 +343,10 @@ class CallTiming:
     round_trip_ms: float
     call_ms: float
     server_ms: float
+
+
+class SessionRefusedError(ValueError):
+    """The server refused a session of the probe, as a full one does."""
 
 
 class ServerProbe:
@@ -373,18 +383,23 @@ class ServerProbe:
         return CallTiming(statistics.median(trips), statistics.median(calls), statistics.median(inside))
 
     def measure_bandwidth(self, size: int) -> tuple[float, int]:
-        """Upload context rows of about `size` bytes, then close what was opened; returns bytes per second and the size."""
+        """Upload context rows of about `size` bytes; returns bytes per second and the size.
+
+        Raises:
+            SessionRefusedError: the server has no room for them.
+        """
         limits, row_bytes = self._welcome.limits, self._facts.feature_width * 2
         rows = max(1, min(size, limits.max_body_bytes // 2) // row_bytes)
         rows = min(rows, limits.max_rows_per_call, limits.max_context - 1)
         call_ms, server_ms, sent = self._propose("doctor-upload", 0, rows, 0)
-        self._propose("doctor-upload", 0, 0, 0, finished=("doctor-steps",))
-        _good(self._http.delete("/v1/sessions/doctor-upload", params={"client_id": self._welcome.client_id}))
         return sent / max(1e-6, (call_ms - server_ms) / 1000.0), sent
 
-    def _propose(
-        self, session_id: str, start: int, num_rows: int, num_draft_tokens: int, finished: tuple[str, ...] = ()
-    ) -> tuple[float, float, int]:
+    def close(self) -> None:
+        """Close what was opened."""
+        for session_id in ("doctor-steps", "doctor-upload"):
+            self._http.delete(f"/v1/sessions/{session_id}", params={"client_id": self._welcome.client_id})
+
+    def _propose(self, session_id: str, start: int, num_rows: int, num_draft_tokens: int) -> tuple[float, float, int]:
         """One call with rows of noise; returns its milliseconds, those inside the server, and the bytes sent."""
         self._seq += 1
         update = SessionUpdate(
@@ -395,7 +410,7 @@ class ServerProbe:
             anchor_token_id=1,
             num_draft_tokens=num_draft_tokens,
         )
-        request = ProposeRequest(client_id=self._welcome.client_id, sessions=(update,), finished=finished)
+        request = ProposeRequest(client_id=self._welcome.client_id, sessions=(update,))
         rows = self._noise.standard_normal((num_rows, self._facts.feature_width), np.float32).astype(np.float16)
         tensors = {
             "token_ids": TensorView.from_array(np.ones(num_rows, np.int32)),
@@ -408,7 +423,7 @@ class ServerProbe:
         reply = ProposeReply.model_validate_json(bytes(codec.decode(answer.content).message))
         error = reply.sessions[0].error
         if error is not None:
-            raise ValueError(f"{error.code}: {error.message}")
+            raise SessionRefusedError(f"{error.code}: {error.message}")
         return took_ms, reply.timings.total_ms, len(body)
 
 
