@@ -68,7 +68,7 @@ class DraftConfig:
         source_format: the format it was read from.
         model_name: the checkpoint's architecture name, for people.
         attention: the geometry of the backbone; its type says which backbone it is.
-        layer_windows: sliding window of each draft layer, None for full attention.
+        layer_windows: rows before the block that each draft layer sees, None for all of them.
         vocab_size: the target's vocabulary; every token id in and out is one of these.
         draft_vocab_size: rows of the LM head; smaller than vocab_size when the checkpoint has a d2t tensor.
         d2t_format: how d2t is to be read when the config says so.
