@@ -53,7 +53,7 @@ class TrainSettings(BaseModel):
     draft_vocab_size: int = Field(8192, gt=0, description="tokens that the draft can propose")
     markov_rank: int = Field(64, gt=0, description="rank of the Markov head")
     rope_theta: float = Field(1000.0, gt=0, description="base of the draft's rotary embedding")
-    steps: int = Field(5200, gt=0, description="training steps")
+    steps: int = Field(4200, gt=0, description="training steps")
     learning_rate: float = Field(1.5e-3, gt=0, description="peak learning rate")
     sequences_per_step: int = Field(3, gt=0, description="sequences per step")
     anchors_per_sequence: int = Field(85, gt=0, description="blocks per sequence and step")

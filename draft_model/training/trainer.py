@@ -24,7 +24,7 @@ class TrainerSettings:
     total_steps: int
     learning_rate: float
     warmup_share: float = 0.03
-    cooldown_share: float = 0.25
+    cooldown_share: float = 0.6
     weight_decay: float = 0.0
     gradient_clip: float = 1.0
     evaluate_every: int = 500
@@ -80,7 +80,7 @@ class Trainer:
         self.history: list[dict[str, float]] = []
 
     def _learning_rate_factor(self, step: int) -> float:
-        """Warm up, stay, and fall to zero in the last steps; a run may be given another end while it stays."""
+        """Warm up, stay, and fall to zero; a run may be given another end while it stays."""
         total = self.settings.total_steps
         warmup = max(1, round(self.settings.warmup_share * total))
         cooldown = max(1, round(self.settings.cooldown_share * total))
