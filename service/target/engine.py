@@ -22,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from draft_engine_client.payoff import Payoff, PayoffStats
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.state import ClientStats
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from draft_model.target_model import TargetModel
 from service.errors import CapacityError, UnavailableError
+from service.rounds import RoundLog
 from service.target.distribution import target_distribution
 from service.target.sequences import Chunk, GenerationRequest, Sequence
 from service.target.stop_strings import StopStringScanner
@@ -81,6 +83,8 @@ class TargetEngine:
         drafts: where drafts come from; None decodes plainly
         target_layer_ids: layers whose output the drafter reads
         limits: see TargetEngineLimits
+        payoff: decides in which steps drafts are asked for; None always asks
+        rounds: where to write the confidence and outcome of each verified block
     """
 
     def __init__(
@@ -91,8 +95,11 @@ class TargetEngine:
         *,
         target_layer_ids: tuple[int, ...],
         limits: TargetEngineLimits,
+        payoff: Payoff | None = None,
+        rounds: RoundLog | None = None,
     ) -> None:
         self._model, self._tokenizer, self._drafts = model, tokenizer, drafts
+        self._payoff, self._rounds = payoff, rounds
         self._layers = target_layer_ids
         self.limits = limits
         # A block may reach past the last committed row.
@@ -128,6 +135,11 @@ class TargetEngine:
     def num_waiting(self) -> int:
         """Sequences without a slot yet."""
         return len(self._waiting)
+
+    @property
+    def payoff(self) -> PayoffStats | None:
+        """What drafting was worth so far; None where nobody measures it."""
+        return None if self._payoff is None else self._payoff.stats
 
     def submit(self, request: GenerationRequest, emit: Callable[[Chunk], None]) -> Sequence:
         """Queue a request. `emit` is called from the worker, once per step, until a chunk has a finish reason.
@@ -222,8 +234,10 @@ class TargetEngine:
         """Run one step of the sequences whose prompts are done; they hold the slots in front."""
         if not sequences:
             return
+        context = max(sequence.num_fed for sequence in sequences)
+        is_drafted = self._is_worth_drafting(sequences, context)
         began = time.perf_counter()
-        drafts, server = self._draft(sequences)
+        drafts, server = self._draft(sequences) if is_drafted else ([_NO_DRAFTS] * len(sequences), 0.0)
         drafted = time.perf_counter()
 
         width = 1 + max(len(draft.token_ids) for draft in drafts)
@@ -244,8 +258,13 @@ class TargetEngine:
             if sequence.request.num_draft_tokens:
                 self._keep_features(sequence, output.features[row, : accepted + 1])
             sequence.counts.count_round(len(draft.token_ids), accepted)
+            if self._rounds is not None and draft.confidence:
+                self._rounds.add(draft.confidence, accepted)
             results.append(new_token_ids)
         ended = time.perf_counter()
+        if self._payoff is not None:
+            committed = sum(len(tokens) for tokens in results)
+            self._payoff.record(len(sequences), context, is_drafted=is_drafted, num_tokens=committed, seconds=ended - began)
         for sequence in sequences:
             counts = sequence.counts
             counts.verify_seconds += ended - drafted
@@ -256,10 +275,16 @@ class TargetEngine:
             self._commit(sequence, new_token_ids)
         self._leave([sequence for sequence in sequences if sequence.finish_reason is not None])
 
+    def _is_worth_drafting(self, sequences: list[Sequence], context: int) -> bool:
+        """Whether somebody wants drafts, and they are expected to pay."""
+        if self._drafts is None or not any(sequence.drafts_wanted for sequence in sequences):
+            return False
+        return self._payoff is None or self._payoff.wants_drafts(len(sequences), context)
+
     def _draft(self, sequences: list[Sequence]) -> tuple[list[Drafts], float]:
         """Get one answer for each sequence, and the seconds that the draft server worked on them."""
         wanting = [sequence for sequence in sequences if sequence.drafts_wanted]
-        if self._drafts is None or not wanting:
+        if self._drafts is None:
             return [_NO_DRAFTS] * len(sequences), 0.0
         steps = [self._session_step(sequence) for sequence in wanting]
         before = self._drafts.stats.server_seconds

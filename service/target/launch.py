@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 
 from draft_engine_client.client import DraftClient
+from draft_engine_client.payoff import Payoff
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import TargetFingerprint
 
 from draft_model.target_model import TargetModel
 from service.errors import StartupError
 from service.launch import serve
+from service.rounds import RoundLog
 from service.shipped import SHIPPED_NAME
 from service.target.engine import TargetEngine, TargetEngineLimits
 from service.target.routes import TargetFacts, create_target_app
@@ -39,7 +41,11 @@ def serve_target(settings: TargetSettings) -> None:
         )
     tokenizer = TargetTokenizer(path)
     name = settings.served_model_name or (SHIPPED_NAME if settings.model is None else path.resolve().name)
-    with _draft_client(settings, model, tokenizer, name) as drafts:
+    with contextlib.ExitStack() as stack:
+        drafts = stack.enter_context(_draft_client(settings, model, tokenizer, name))
+        rounds = None
+        if settings.record_rounds is not None:
+            rounds = stack.enter_context(contextlib.closing(RoundLog(settings.record_rounds)))
         engine = TargetEngine(
             model,
             tokenizer,
@@ -52,6 +58,8 @@ def serve_target(settings: TargetSettings) -> None:
                 prefill_chunk=settings.prefill_chunk,
                 draft_probs_topk=settings.draft_probs_topk,
             ),
+            payoff=Payoff() if settings.draft_when == "pays" else None,
+            rounds=rounds,
         )
         engine.start()
         try:

@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -135,11 +135,12 @@ class _TargetService:
         return {"object": "list", "data": [entry]}
 
     def health(self) -> dict[str, Any]:
-        alive = self._engine.is_alive
+        alive, payoff = self._engine.is_alive, self._engine.payoff
         return {
             "status": "ok" if alive else "failed",
             "running": self._engine.num_running,
             "waiting": self._engine.num_waiting,
+            "payoff": None if payoff is None else asdict(payoff),
         }
 
     async def complete(self, body: CompletionRequest, http: Request) -> Response:

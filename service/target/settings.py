@@ -35,6 +35,12 @@ class TargetSettings(ListenSettings):
         description="Support of the distributions that sampled drafts are drawn from; the drafter is then trusted with them. "
         "0 verifies the likeliest drafts as certain ones, which is lossless whatever the drafter does.",
     )
+    draft_when: Literal["always", "pays"] = Field(
+        "always", description="Ask for drafts in each step, or only where measured step times say that they pay."
+    )
+    record_rounds: Path | None = Field(
+        None, description="Append confidence and outcome of each verified block to this file, for `draft-engine calibrate`."
+    )
     draft_deadline_ms: float = Field(50.0, gt=0, le=60_000, description="A step waits for drafts no longer than this.")
     target_layer_ids: tuple[int, ...] = Field(
         (5, 13, 21, 28),
