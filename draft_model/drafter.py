@@ -13,6 +13,7 @@ probabilities.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ class Drafter:
         fingerprint: hash of the checkpoint
         cache: the context pool
         selections: attention backend and decode path of each layer
+        head_seconds: time of the last `draft` in the sequential head; on an asynchronous device it includes the wait for the
+            forward before it
         device, dtype: where it runs, and what activations and context rows are kept in
     """
 
@@ -164,6 +167,7 @@ class Drafter:
         self.cache = PagedKVCache.for_problem(problems[0], num_layers=config.num_layers, num_pages=num_pages)
         self._attention = open_attention(problems, attention_backend)
         self.selections: tuple[Selection, ...] = tuple(attention.selection for attention in self._attention)
+        self.head_seconds = 0.0
         self._first_slot = 0 if config.sample_from_anchor else 1
 
     @classmethod
@@ -246,6 +250,7 @@ class Drafter:
         hidden = self._block_states(requests).view(batch, size, -1)[:, self._first_slot : self._first_slot + wanted]
         base = self._lm_head(hidden.reshape(batch * wanted, -1)).view(batch, wanted, -1)
 
+        began = time.perf_counter()
         sampler = BlockSampler(
             [request.sampling for request in requests],
             [request.rng_counter for request in requests],
@@ -269,7 +274,9 @@ class Drafter:
         if self._confidence is not None:
             logits = self._confidence.logits(hidden, torch.stack(embedded, dim=1) if embedded else None)
             confidence = torch.sigmoid(logits)
-        return self._proposals(requests, token_ids, confidence, sampler)
+        proposals = self._proposals(requests, token_ids, confidence, sampler)
+        self.head_seconds = time.perf_counter() - began
+        return proposals
 
     def warm_up(self) -> None:
         """Run one context write and one draft over scratch pages, so that the first request finds everything loaded."""

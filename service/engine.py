@@ -49,6 +49,10 @@ class DraftModel(Protocol):
     def draft_block_size(self) -> int:
         """Slots of one draft forward; also the scratch rows a session needs past its last row."""
 
+    @property
+    def head_seconds(self) -> float:
+        """Time of the last `draft` in the sequential head."""
+
     def write_context(self, writes: Sequence[ContextWrite]) -> None:
         """Write context rows to the pages of several sessions."""
 
@@ -374,9 +378,12 @@ class DraftEngine:
             self._metrics.draft_tokens.inc(len(kept.token_ids))
         self._metrics.drafts.inc(len(works))
         self._metrics.batch_sessions.observe(len(works))
-        self._metrics.forward_seconds.observe(took)
+        head = min(self._model.head_seconds, took)
+        self._metrics.forward_seconds.observe(took - head)
+        self._metrics.head_seconds.observe(head)
         for call in plan.interactive:
-            call.timings.forward_ms += took * 1000.0
+            call.timings.forward_ms += (took - head) * 1000.0
+            call.timings.head_ms += head * 1000.0
 
     def _reply(self, calls: Sequence[ProposeCall]) -> None:
         for call in calls:

@@ -52,6 +52,7 @@ class FakeDrafter:
     max_context: int = 4_096
     fail_on_anchor: int | None = None
     rows_written: int = 0
+    head_seconds: float = 0.0
     batches: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
