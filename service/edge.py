@@ -6,6 +6,8 @@ Everything a request meets before and after its route is here, so that no route 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import hmac
 import logging
 import secrets
@@ -30,6 +32,8 @@ JSON = b"application/json"
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
 # What a server puts into scope["extensions"] for the application to know one connection from another.
 CONNECTION_EXTENSION = "draft_engine.connection"
+# A browser asks its user for the key as the password of this page alone.
+STATUS_PATH = "/"
 BODY_SECONDS = 30.0
 _REQUEST_ID_LIMIT = 128
 _SHOWN_ERRORS = 3
@@ -42,7 +46,8 @@ class Edge:
 
     Args:
         app: the routes.
-        api_key: when set, every path but OPEN_PATHS needs `Authorization: Bearer <api_key>`.
+        api_key: when set, every path but OPEN_PATHS needs `Authorization: Bearer <api_key>`. The status page, which people open
+            in a browser, takes it as the password of HTTP Basic authentication too.
     """
 
     def __init__(self, app: AsgiApp, *, api_key: str | None) -> None:
@@ -85,13 +90,29 @@ class Edge:
 
     def _check_key(self, scope: Scope, api_key: bytes) -> None:
         scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+        is_page = scope["path"] == STATUS_PATH
+        if is_page and scheme.lower() == b"basic":
+            scheme, token = b"bearer", _password_of(token)
         is_right = hmac.compare_digest(token.strip(), api_key)
         if scheme.lower() != b"bearer" or not is_right:
-            raise AuthError("invalid_api_key", "the API key is missing or wrong", param="authorization")
+            raise AuthError(
+                "invalid_api_key",
+                "the API key is missing or wrong",
+                param="authorization",
+                challenge='Basic realm="draft-engine"' if is_page else "Bearer",
+            )
 
     def _log(self, scope: Scope, error: ApiError) -> None:
         level = logging.WARNING if error.status >= 500 else logging.DEBUG
         logger.log(level, "%s %s: %d %s: %s", scope["method"], scope["path"], error.status, error.code, error.message)
+
+
+def _password_of(credentials: bytes) -> bytes:
+    """The password in the credentials of HTTP Basic authentication; empty where there is none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -244,8 +265,8 @@ def error_headers(error: ApiError) -> Mapping[str, str]:
         headers["retry-after"] = str(max(1, round(float(error.numbers["retry_after_s"]))))
     if "allow" in error.numbers:
         headers["allow"] = str(error.numbers["allow"])
-    if error.code == "invalid_api_key":
-        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, AuthError):
+        headers["www-authenticate"] = error.challenge
     if error.code in ("body_too_large", "draining"):
         headers["connection"] = "close"
     return headers

@@ -96,9 +96,13 @@ class RequestError(ApiError):
 
 
 class AuthError(ApiError):
-    """The API key is missing or wrong."""
+    """The API key is missing or wrong. `challenge` is the WWW-Authenticate header that goes with it."""
 
     type = "authentication_error"
+
+    def __init__(self, code: str, message: str, *, param: str, challenge: str = "Bearer") -> None:
+        super().__init__(code, message, param=param)
+        self.challenge = challenge
 
 
 class NotFoundError(ApiError):

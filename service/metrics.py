@@ -74,6 +74,7 @@ class EngineMetrics:
         self.queue_seconds = seconds("queue", "From arrival to admission.")
         self.context_seconds = seconds("context", "Writing the context rows of a step.")
         self.forward_seconds = seconds("forward", "Draft forward of a step.")
+        self.head_seconds = seconds("head", "Sequential head of a step.")
         self.call_seconds = seconds("call", "From arrival to reply.")
         self._version = Info("draft_engine_version", "Version of the engine and its draft model.", registry=registry)
 
@@ -93,8 +94,7 @@ class EngineMetrics:
         """Count what was noted. A counter is too slow for every token of every session, so a step counts them together."""
         for (context, coverage, accepted), count in self._accepted.items():
             self.verified_drafts.labels(context, coverage).inc(count)
-            if accepted:
-                self.accepted_tokens.labels(context, coverage).inc(accepted * count)
+            self.accepted_tokens.labels(context, coverage).inc(accepted * count)
             for place in range(accepted):
                 self.accepted_tokens_per_position.labels(str(place)).inc(count)
         self._accepted.clear()

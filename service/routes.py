@@ -38,6 +38,8 @@ from service.metrics import EngineMetrics
 from service.propose import CONTAINER, MAX_JSON_BYTES, connection_of
 from service.sessions import Session, SessionKey, SessionTable
 from service.settings import EngineLimits
+from service.status_page import HEADERS as PAGE_HEADERS
+from service.status_page import ServerState, StatusPage
 
 SCHEMA_REF = "#/components/schemas/{model}"
 ERROR_RESPONSE: dict[int | str, dict[str, Any]] = {
@@ -94,6 +96,7 @@ def build_router(services: Services) -> APIRouter:
     _add_protocol_routes(router, services)
     _add_model_routes(router, services)
     _add_health_routes(router, services)
+    _add_status_page(router, services)
     return router
 
 
@@ -199,6 +202,23 @@ def _add_health_routes(router: APIRouter, services: Services) -> None:
     async def metrics() -> Response:
         """Counters and histograms, all under `draft_engine_`."""
         return Response(services.metrics.exposition(), media_type=METRICS_MEDIA_TYPE)
+
+
+def _add_status_page(router: APIRouter, services: Services) -> None:
+    def read_state() -> ServerState:
+        health = health_of(services.engine)
+        return ServerState(
+            health.status, health.warnings, services.version, services.clients.server_id, started_at=services.started_at
+        )
+
+    page = StatusPage(services.metrics, services.facts, wire_limits(services.limits), read_state, time.time)
+
+    @router.get(
+        "/", tags=["health"], summary="Status page", response_class=Response, responses={200: {"content": {"text/html": {}}}}
+    )
+    async def status_page() -> Response:
+        """The server's state for a person with a browser."""
+        return Response(page.render(), media_type="text/html", headers=dict(PAGE_HEADERS))
 
 
 def session_info(session: Session, now: float) -> SessionInfo:
