@@ -1,6 +1,6 @@
 """The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
 
-    draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless
+    draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless | calibrate
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -201,6 +201,12 @@ def _verify_lossless(settings: Any) -> int:
     return run_lossless(settings, _console())
 
 
+def _calibrate(settings: Any) -> int:
+    from service.calibrate import run_calibrate
+
+    return run_calibrate(settings, _console())
+
+
 def _train_settings() -> type[Any]:
     from pydantic import BaseModel, create_model
 
@@ -238,6 +244,12 @@ def _bench_settings() -> type[EngineSettings]:
     from service.bench import BenchSettings
 
     return BenchSettings
+
+
+def _calibrate_settings() -> type[EngineSettings]:
+    from service.calibrate import CalibrateSettings
+
+    return CalibrateSettings
 
 
 def _lossless_settings() -> type[EngineSettings]:
@@ -303,6 +315,13 @@ COMMANDS = (
         "Compare the first tokens of many answers with the target's exact distribution, for hostile drafters and all settings.",
         _lossless_settings,
         _verify_lossless,
+    ),
+    Command(
+        "calibrate",
+        "fit a drafter's confidence to recorded rounds",
+        "Fit a temperature for each position of a block to rounds that a target recorded, and store them with the checkpoint.",
+        _calibrate_settings,
+        _calibrate,
     ),
 )
 
