@@ -5,10 +5,11 @@ objective is the target's expected throughput: committed tokens per step times s
 
 A schedule must not look ahead. Whether draft k of a request is verified may depend on the tokens before it, never on draft k
 itself; the survival of draft k + 1 does depend on it. Dropping a draft because of what it is biases the output, as
-dropping bad throws biases a die. Three ways keep to that:
+dropping bad throws biases a die. Four ways keep to that:
 
 - the prefix whose survival reaches a fixed bound.
 - `schedule_prefixes`: admit in the order of survival, and stop at the first draft that does not pay.
+- `schedule_width`: the same for a target whose rows are all equally wide, so that shorter blocks save nothing.
 - `draft_budget` from an earlier step's survival, then `admit` that many: the search may then be global, since it reads
   nothing of the drafts it decides about. `DelayedScheduler` does this step by step.
 
@@ -104,6 +105,24 @@ def schedule_prefixes(survival: Sequence[Sequence[float]], rate: StepRate) -> Sc
     to look ahead.
     """
     return _scan(survival, rate, stops_early=True)
+
+
+def schedule_width(survival: Sequence[Sequence[float]], rate: StepRate) -> Schedule:
+    """Choose one width for all requests, for a target that pads every block to the longest.
+
+    Each further place costs a token for every request, wanted or not. Places are admitted while each raises the expected
+    throughput; what is not admitted has no say, as in `schedule_prefixes`.
+    """
+    requests = len(survival)
+    expected, chosen = float(requests), 0
+    best = expected * rate(requests) if requests else 0.0
+    for place in range(max((len(row) for row in survival), default=0)):
+        expected += sum(row[place] for row in survival if place < len(row))
+        throughput = expected * rate(requests * (place + 2))
+        if throughput <= best:
+            break
+        best, chosen = throughput, place + 1
+    return Schedule(tuple(min(len(row), chosen) for row in survival), requests * (chosen + 1), best)
 
 
 def best_prefixes(survival: Sequence[Sequence[float]], rate: StepRate) -> Schedule:

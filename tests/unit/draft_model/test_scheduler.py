@@ -19,6 +19,7 @@ from draft_model.scheduler import (
     best_prefixes,
     draft_budget,
     schedule_prefixes,
+    schedule_width,
     survival_of,
 )
 
@@ -109,6 +110,7 @@ def test_whether_a_draft_is_verified_does_not_depend_on_what_it_is(
     for decide in (
         lambda rows: schedule_prefixes(rows, table.__getitem__).lengths,
         lambda rows: admit(rows, budget),
+        lambda rows: schedule_width(rows, table.__getitem__).lengths,
     ):
         before, after = decide(survivals_of(batch)), decide(survivals_of(other))
         assert min(before[request], place + 1) == min(after[request], place + 1)
@@ -144,6 +146,21 @@ def test_the_budget_for_the_same_requests_is_that_of_the_best_schedule(batch: li
     )
 
 
+@given(batches, falling)
+def test_one_width_for_all_is_the_best_where_a_step_grows_evenly(batch: list[list[float]], table: list[float]) -> None:
+    survival = survivals_of(batch)
+    requests, longest = len(batch), max(len(row) for row in batch)
+
+    def padded(width: int) -> float:
+        return (requests + sum(sum(row[:width]) for row in survival)) * table[requests * (1 + width)]
+
+    schedule = schedule_width(survival, table.__getitem__)
+    width = schedule.num_tokens // requests - 1
+    assert schedule.lengths == tuple(min(len(row), width) for row in survival)
+    assert schedule.tokens_per_second == pytest.approx(padded(width))
+    assert schedule.tokens_per_second == pytest.approx(max(padded(width) for width in range(longest + 1)))
+
+
 def test_the_budget_grows_with_the_requests() -> None:
     def flat(width: int) -> float:
         return 1.0
@@ -176,7 +193,8 @@ def test_the_delayed_schedule_reads_only_earlier_steps() -> None:
 
 
 def test_no_requests_and_no_drafts() -> None:
-    assert schedule_prefixes([], lambda width: 1.0).lengths == ()
+    assert schedule_prefixes([], lambda width: 1.0).lengths == schedule_width([], lambda width: 1.0).lengths == ()
+    assert schedule_width([[], []], lambda width: 3.0).num_tokens == 2
     schedule = schedule_prefixes([[], []], lambda width: 3.0)
     assert (schedule.lengths, schedule.num_tokens, schedule.tokens_per_second) == ((0, 0), 2, 6.0)
 
