@@ -74,6 +74,15 @@ class AttentionProblem:
         if self.sliding_window is not None and self.sliding_window < 0:
             raise ValueError(f"sliding_window must not be negative, got {self.sliding_window}")
 
+    def __str__(self) -> str:
+        window = "" if self.sliding_window is None else f", window {self.sliding_window}"
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_cache_dtype)]
+        return (
+            f"{self.kind} attention ({self.draft_block_size} slots, {self.num_heads} heads over {self.num_kv_heads}, "
+            f"dims {self.key_dim} and {self.value_dim}{window}) of {names[0]} over {names[1]} rows "
+            f"in pages of {self.page_size} on {self.device}"
+        )
+
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one cache row: (L + R,) for `mla`, (2, G, D) for `gqa`, keys before values."""

@@ -81,6 +81,8 @@ def _open_proven(
     _LOGGER.info("attention: %s; rejected: %s", selection, " | ".join(map(str, selection.rejected)) or "none")
     if selection.fused_reasons:
         _LOGGER.warning("attention: rows are read %d times for each block: %s", problem.draft_block_size, selection)
+    if selection.backend == ReferenceBackend.name and override is None:
+        _LOGGER.warning("attention: every faster backend is rejected, so the reference serves, which is slow")
     return BlockAttention(selection, problem, backend=backends[selection.backend](problem))
 
 

@@ -62,6 +62,7 @@ def create_app(
     """
     services = Services(engine, clients, facts, limits, metrics, version, tokenizer_hash, time.time())
     metrics.describe(version=version, model=facts.model_id, fingerprint=facts.fingerprint)
+    metrics.describe_attention(facts.attention_backends, facts.decode_paths)
     metrics.track("clients", "Clients that have shaken hands.", lambda: float(len(clients)))
     metrics.track("sessions", "Sessions held.", lambda: float(engine.num_sessions))
     metrics.track("free_pages", "Pages of the context pool that nobody holds.", lambda: float(engine.num_free_pages))

@@ -178,8 +178,7 @@ def _inspect(settings: Any) -> int:
     from service.inspect import print_report
     from service.shipped import shipped_drafter
 
-    print_report(settings.model or shipped_drafter(), settings, _console())
-    return 0
+    return 0 if print_report(settings.model or shipped_drafter(), settings, _console()) else 1
 
 
 def _doctor(settings: Any) -> int:

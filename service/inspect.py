@@ -1,21 +1,30 @@
-"""`draft-engine inspect`: what a checkpoint is, whether it loads, and which attention backend would serve it."""
+"""`draft-engine inspect`: what a checkpoint is, whether it loads, and which attention backend would serve it.
+
+Every attention backend is listed with all its reasons, and every path of a usable one is probed on this machine, exactly as
+`serve` does with the one that it takes. With `--json` the same facts are one JSON document, for scripts.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from attention.backends import default_backends
-from attention.selector import AttentionSelectionError, select_backend
+from attention.backends import BACKENDS
+from attention.survey import AttentionSurvey, BackendSurvey, survey_attention
 from draft_model.backbone.base import attention_problem
 from draft_model.checkpoint import TensorReader, fingerprint
 from draft_model.config import DraftConfig, MlaGeometry
 from draft_model.formats import load_config
 from draft_model.linear import compute_dtype
+from service.errors import StartupError
 from service.settings import EngineSettings
 
 
@@ -23,27 +32,56 @@ class InspectSettings(EngineSettings):
     """Describing a checkpoint."""
 
     model: Path | None = Field(None, description="Folder of the draft checkpoint. Default: the drafter that ships.")
-    device: str = Field("cpu", description="Device to choose attention backends for: cpu, cuda or cuda:N.")
+    attention: bool = Field(False, description="Only the attention backends: usable or not, every reason, the path taken.")
+    json_: bool = Field(False, description="Print one JSON document.")
+    device: str = Field("auto", description="Device to choose attention backends for: auto, cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of the draft weights.")
+    attention_backend: str | None = Field(None, description="Force one attention backend. Default: best that fits.")
     page_size: int = Field(64, ge=1, le=1024, description="Context rows in a page.")
 
 
-def print_report(folder: Path, settings: InspectSettings, console: Console) -> None:
-    """Print everything about the checkpoint in `folder`.
+@dataclass(frozen=True)
+class LayerSurvey:
+    """The attention of some layers that ask for the same."""
+
+    layers: tuple[int, ...]
+    survey: AttentionSurvey
+
+
+def print_report(folder: Path, settings: InspectSettings, console: Console) -> bool:
+    """Print what was asked about the checkpoint in `folder`; returns whether an attention backend may serve every layer.
 
     Raises:
         CheckpointError: it cannot be loaded; the message names file, key or tensor.
+        StartupError: the device or the attention backend is unknown.
     """
     config = load_config(folder)
+    facts = {} if settings.attention else {"checkpoint": str(folder), **_file_facts(folder, config), **describe(config)}
+    surveys = survey_layers(config, settings)
+    if settings.json_:
+        document = {**({"facts": facts} if facts else {}), "attention": [_as_json(own) for own in surveys]}
+        console.out(json.dumps(document, indent=1), highlight=False)
+    else:
+        if facts:
+            table = Table(show_header=False)
+            for name, value in facts.items():
+                table.add_row(name, value)
+            console.print(table)
+        for own in surveys:
+            console.print(_as_table(own))
+            if own.survey.error is not None:
+                console.print(own.survey.error, markup=False)
+    return all(own.survey.error is None for own in surveys)
+
+
+def _file_facts(folder: Path, config: DraftConfig) -> dict[str, str]:
     tensors = TensorReader(folder, config.stored_dtype)
-    facts = Table(title=str(folder), show_header=False)
-    for name, value in describe(config).items():
-        facts.add_row(name, value)
-    numbers = [tensors.shape(name) for name in tensors.names]
-    facts.add_row("tensors", f"{len(numbers)}, {sum(torch.Size(shape).numel() for shape in numbers):,} numbers")
-    facts.add_row("files", ", ".join(f"{file.name} {file.stat().st_size / 2**20:.1f} MiB" for file in tensors.files))
-    facts.add_row("fingerprint", fingerprint(folder))
-    console.print(facts)
-    console.print(attention_table(config, settings))
+    shapes = [torch.Size(tensors.shape(name)) for name in tensors.names]
+    return {
+        "tensors": f"{len(shapes)}, {sum(shape.numel() for shape in shapes):,} numbers",
+        "files": ", ".join(f"{file.name} {file.stat().st_size / 2**20:.1f} MiB" for file in tensors.files),
+        "fingerprint": fingerprint(folder),
+    }
 
 
 def describe(config: DraftConfig) -> dict[str, str]:
@@ -69,21 +107,80 @@ def describe(config: DraftConfig) -> dict[str, str]:
     }
 
 
-def attention_table(config: DraftConfig, settings: InspectSettings) -> Table:
-    """Which backend would serve the first layer, and why the others would not."""
-    device = torch.device(settings.device)
-    dtype = compute_dtype(config.stored_dtype or torch.float16, device)
-    table = Table(title=f"attention on {device}, {str(dtype).removeprefix('torch.')}")
-    for title in ("backend", "verdict"):
-        table.add_column(title)
-    problem = attention_problem(config, 0, page_size=settings.page_size, device=device, dtype=dtype)
+def survey_layers(config: DraftConfig, settings: InspectSettings) -> list[LayerSurvey]:
+    """Probe the attention backends for every kind of layer that the draft has.
+
+    Raises:
+        StartupError: the device or the attention backend is unknown.
+    """
+    override = settings.attention_backend
+    if override is not None and override not in BACKENDS:
+        raise StartupError(f"--attention-backend {override}: unknown; known: {', '.join(BACKENDS)}")
+    device = _device(settings.device)
+    weight_dtype = config.stored_dtype or torch.float16
+    if settings.dtype != "auto":
+        weight_dtype = getattr(torch, settings.dtype)
+    dtype = compute_dtype(weight_dtype, device)
+    layers: dict[Any, list[int]] = {}
+    for layer in range(config.num_layers):
+        problem = attention_problem(config, layer, page_size=settings.page_size, device=device, dtype=dtype)
+        layers.setdefault(problem, []).append(layer)
+    return [LayerSurvey(tuple(own), survey_attention(problem, override)) for problem, own in layers.items()]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        selection = select_backend(problem, default_backends(), None)
-    except AttentionSelectionError as error:
-        for rejection in error.rejected:
-            table.add_row(rejection.backend, "; ".join(rejection.reasons))
-        return table
-    table.add_row(selection.backend, f"chosen, {selection.path}")
-    for rejection in selection.rejected:
-        table.add_row(rejection.backend, "; ".join(rejection.reasons))
+        return torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"--device {name}: no such device; auto, cpu, cuda or cuda:N") from error
+
+
+def _as_table(own: LayerSurvey) -> Table:
+    table = Table(title=f"layers {', '.join(map(str, own.layers))}: {own.survey.problem}", title_justify="left")
+    for title in ("backend", "verdict", "probes", "reasons"):
+        table.add_column(title, overflow="fold")
+    for backend in own.survey.backends:
+        table.add_row(backend.backend, backend.verdict, _probe_text(backend), "\n".join(backend.reasons))
     return table
+
+
+def _probe_text(backend: BackendSurvey) -> str:
+    return "\n".join(f"{path}: {said}" for path, said in backend.probes.items()) or "not run"
+
+
+def _as_json(own: LayerSurvey) -> Mapping[str, Any]:
+    problem, selection = own.survey.problem, own.survey.selection
+    return {
+        "layers": list(own.layers),
+        "problem": {
+            "kind": problem.kind,
+            "draft_block_size": problem.draft_block_size,
+            "num_heads": problem.num_heads,
+            "num_kv_heads": problem.num_kv_heads,
+            "key_dim": problem.key_dim,
+            "value_dim": problem.value_dim,
+            "dtype": _short(problem.dtype),
+            "kv_cache_dtype": _short(problem.kv_cache_dtype),
+            "page_size": problem.page_size,
+            "sliding_window": problem.sliding_window,
+            "device": str(problem.device),
+        },
+        "backend": None if selection is None else selection.backend,
+        "path": None if selection is None else str(selection.path),
+        "error": own.survey.error,
+        "backends": [
+            {
+                "backend": backend.backend,
+                "verdict": backend.verdict,
+                "reasons": list(backend.reasons),
+                "probes": {str(path): said for path, said in backend.probes.items()},
+            }
+            for backend in own.survey.backends
+        ],
+    }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ Acceptance is learnt, not reported: the rows of the next update tell which of th
 from __future__ import annotations
 
 from collections import Counter as TallyCounter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -76,11 +76,22 @@ class EngineMetrics:
         self.forward_seconds = seconds("forward", "Draft forward of a step.")
         self.head_seconds = seconds("head", "Sequential head of a step.")
         self.call_seconds = seconds("call", "From arrival to reply.")
+        self._attention_layers = Gauge(
+            "draft_engine_attention_layers",
+            "Draft layers served by an attention backend through a decode path (fused or flattened).",
+            ("backend", "path"),
+            registry=registry,
+        )
         self._version = Info("draft_engine_version", "Version of the engine and its draft model.", registry=registry)
 
     def describe(self, **facts: str) -> None:
         """Publish the version facts."""
         self._version.info(facts)
+
+    def describe_attention(self, backends: Sequence[str], paths: Sequence[str]) -> None:
+        """Publish what serves each layer. Layers whose path is `flattened` read every context row once per slot."""
+        for backend, path in zip(backends, paths, strict=True):
+            self._attention_layers.labels(backend, path).inc()
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Publish a gauge that is read when it is scraped."""

@@ -253,8 +253,8 @@ def unknown_environment(settings_classes: Sequence[type[BaseSettings]], environ:
 
 
 def flag_of(field_name: str) -> str:
-    """`kv_cache_memory` -> `--kv-cache-memory`."""
-    return "--" + field_name.replace("_", "-")
+    """`kv_cache_memory` -> `--kv-cache-memory`; `json_`, whose name is taken, -> `--json`."""
+    return "--" + field_name.rstrip("_").replace("_", "-")
 
 
 def env_of(field_name: str) -> str:
