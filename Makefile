@@ -60,7 +60,7 @@ format: $(READY) ## format the code
 	$(BIN)/ruff check --fix .
 
 test: $(READY_KERNELS) ## all tests that are not slow (under 10 minutes on 2 cores)
-	$(PYTEST) -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile -m "not slow and not gpu"
 
 test-slow: $(READY_KERNELS) ## the slow tests
 	$(PYTEST) -m "slow and not gpu"
