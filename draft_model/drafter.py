@@ -29,6 +29,8 @@ from attention.selector import Selection
 from draft_model.backbone.base import Backbone, DraftBlocks, attention_problem
 from draft_model.backbone.gqa import GqaBackbone
 from draft_model.backbone.mla import MlaBackbone
+from draft_model.calibration import FILE_NAME as CALIBRATION_FILE
+from draft_model.calibration import load_calibration
 from draft_model.checkpoint import TensorReader, Vocabulary, load_vocabulary
 from draft_model.checkpoint import fingerprint as fingerprint_of
 from draft_model.config import DraftConfig, MlaGeometry
@@ -125,6 +127,7 @@ class Drafter:
         page_size: int,
         attention_backend: str | None = None,
         fingerprint: str = "",
+        temperatures: Sequence[float] | None = None,
     ) -> None:
         """Args:
         config: of the checkpoint
@@ -136,6 +139,7 @@ class Drafter:
         page_size: rows in a page
         attention_backend: name of the backend to use, None for the best that fits
         fingerprint: hash of the checkpoint
+        temperatures: [d] that the confidence of each position is scaled by; None leaves it as the head gives it
 
         Raises:
             CheckpointError: a tensor is missing, left over or does not fit; or the pool has room for no page.
@@ -147,6 +151,7 @@ class Drafter:
         self._backbone: Backbone = _load_backbone(config, tensors, weight_dtype, device)
         self._markov = load_markov_head(config, tensors, weight_dtype, device)
         self._confidence = ConfidenceHead(config, tensors, device) if config.has_confidence else None
+        self._temperatures = None if temperatures is None else torch.tensor(temperatures, device=device)
         tensors.finish()
         self._embedding = vocabulary.embedding.to(device, weight_dtype)
         self._lm_head = LmHead(config, vocabulary, weight_dtype, device)
@@ -199,6 +204,10 @@ class Drafter:
         config = load_config(path)
         tensors = TensorReader(path, config.stored_dtype)
         vocabulary = load_vocabulary(config, tensors, target_path)
+        checkpoint = fingerprint_of(path)
+        calibration = load_calibration(path, config.max_draft_tokens) if config.has_confidence else None
+        if calibration is not None and calibration.fingerprint != checkpoint:
+            raise CheckpointError(f"{path / CALIBRATION_FILE} belongs to other weights; calibrate again, or delete it")
         return cls(
             config,
             tensors,
@@ -208,7 +217,8 @@ class Drafter:
             kv_cache_memory=kv_cache_memory,
             page_size=page_size,
             attention_backend=attention_backend,
-            fingerprint=fingerprint_of(path),
+            fingerprint=checkpoint,
+            temperatures=None if calibration is None else calibration.temperatures,
         )
 
     def copy_page(self, source: int, destination: int) -> None:
@@ -273,6 +283,8 @@ class Drafter:
         confidence = None
         if self._confidence is not None:
             logits = self._confidence.logits(hidden, torch.stack(embedded, dim=1) if embedded else None)
+            if self._temperatures is not None:
+                logits = logits / self._temperatures[:wanted]
             confidence = torch.sigmoid(logits)
         proposals = self._proposals(requests, token_ids, confidence, sampler)
         self.head_seconds = time.perf_counter() - began
