@@ -19,6 +19,7 @@ from service.rounds import RoundLog
 from service.shipped import SHIPPED_NAME
 from service.target.engine import TargetEngine, TargetEngineLimits
 from service.target.routes import TargetFacts, create_target_app
+from service.target.schedule import DraftSchedule, measure_step_times
 from service.target.settings import TargetSettings
 from service.target.text import TargetTokenizer
 from service.target.weights import ensure_target
@@ -59,6 +60,7 @@ def serve_target(settings: TargetSettings) -> None:
                 draft_probs_topk=settings.draft_probs_topk,
             ),
             payoff=Payoff() if settings.draft_when == "pays" else None,
+            schedule=_draft_schedule(settings, model),
             rounds=rounds,
         )
         engine.start()
@@ -69,6 +71,15 @@ def serve_target(settings: TargetSettings) -> None:
             serve(app, settings)
         finally:
             engine.stop()
+
+
+def _draft_schedule(settings: TargetSettings, model: TargetModel) -> DraftSchedule:
+    step_times = None
+    if settings.schedule == "hardware":
+        step_times = measure_step_times(model, max_batch=settings.max_batch, max_width=1 + settings.num_draft_tokens)
+        points = zip(step_times.num_tokens, step_times.seconds, strict=True)
+        logger.info("step times: %s", ", ".join(f"{width}: {1000 * seconds:.1f} ms" for width, seconds in points))
+    return DraftSchedule(settings.schedule, threshold=settings.schedule_threshold, step_times=step_times)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from service.settings import Bytes, ListenSettings
+from service.target.schedule import ScheduleKind
 from service.target.weights import default_cache_dir
 
 
@@ -38,6 +39,12 @@ class TargetSettings(ListenSettings):
     draft_when: Literal["always", "pays"] = Field(
         "always", description="Ask for drafts in each step, or only where measured step times say that they pay."
     )
+    schedule: ScheduleKind = Field(
+        "fixed",
+        description="Drafts to verify: all that come, those whose survival reaches --schedule-threshold, or as many as step "
+        "times measured at the start say are worth it.",
+    )
+    schedule_threshold: float = Field(0.3, ge=0.0, le=1.0, description="Bound on survival with --schedule threshold.")
     record_rounds: Path | None = Field(
         None, description="Append confidence and outcome of each verified block to this file, for `draft-engine calibrate`."
     )
@@ -60,3 +67,9 @@ class TargetSettings(ListenSettings):
         if values.get("draft_url") == "none":
             values["draft_url"] = None
         return values
+
+    @model_validator(mode="after")
+    def _record_whole_blocks(self) -> Self:
+        if self.record_rounds is not None and self.schedule != "fixed":
+            raise ValueError("record_rounds needs whole blocks, so it goes with schedule fixed only")
+        return self
