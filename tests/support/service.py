@@ -155,9 +155,10 @@ def make_app(
     api_key: str | None = None,
     lease_seconds: float = 300.0,
     disconnect_grace_seconds: float = 0.3,
+    server_id: str = "server-1",
     **options: Any,
 ) -> AsgiApp:
-    clients = ClientTable(server_id="server-1", lease_seconds=lease_seconds, disconnect_grace_seconds=disconnect_grace_seconds)
+    clients = ClientTable(server_id=server_id, lease_seconds=lease_seconds, disconnect_grace_seconds=disconnect_grace_seconds)
     return create_app(
         engine=harness.engine,
         clients=clients,
