@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve target train check test test-slow bench bench-attention bench-propose format pins clean \
+.PHONY: help setup demo serve target train check test test-slow bench bench-attention bench-propose bench-schedule format pins clean \
 	doctor stack docs docker-build docker-test
 
 help: ## list the verbs
@@ -72,6 +72,9 @@ bench-attention: $(READY) ## fused against flattened decode -> build/bench_atten
 
 bench-propose: $(READY) ## drafting in process against over HTTP -> build/bench_propose.json
 	$(BIN)/draft-engine bench $(ARGS)
+
+bench-schedule: $(READY) ## how many drafts to verify, at three loads -> build/bench_schedule.json
+	$(BIN)/python -P -m tests.bench.bench_schedule $(ARGS)
 
 doctor: $(READY) ## check this machine, the models and a draft server
 	$(BIN)/draft-engine doctor $(ARGS)
