@@ -12,6 +12,8 @@ Greedy decoding is compared token by token.
 
 A proof by statistics is worth what it would notice. So known defects are planted, one at a time, and each must be caught.
 
+With `--target-url` the same question is put to a running server, see `service.lossless_server`.
+
 Shape symbols: B sequences of a case, V vocabulary, S drafts of a block, L tokens compared.
 """
 
@@ -29,7 +31,7 @@ import numpy as np
 import torch
 from draft_engine_client.verification import Verdict, verify_greedy, verify_sampled
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, SecretStr
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -65,6 +67,11 @@ class LosslessSettings(EngineSettings):
     every: int = Field(1, ge=1, description="Run each n-th case only.")
     seed: int = Field(0, ge=0, description="Of all noise; the same seed gives the same report.")
     output: Path = Field(Path("build/lossless.json"), description="File for the report.")
+    target_url: str | None = Field(
+        None, description="Test this running target server instead: its answers with drafts against those without."
+    )
+    target_api_key: SecretStr | None = Field(None, description="Key of that server.")
+    num_draft_tokens: int = Field(3, ge=1, le=32, description="Drafts to verify in a step of that server.")
 
 
 # Statistics ----------------------------------------------------------------------------------------------------------
@@ -504,13 +511,44 @@ def _compare_greedy(pairs: Mapping[str, Pair], seed: int) -> tuple[int, int]:
 
 
 def run_lossless(settings: LosslessSettings, console: Console) -> int:
-    """Run the test, print the tables and write the report; returns the exit code."""
+    """Run the test, print the tables and write the report; returns the exit code.
+
+    Raises:
+        StartupError: the server at `target_url` cannot be tested.
+    """
+    if settings.target_url is not None:
+        return _run_against_server(settings, settings.target_url, console)
     report = verify_pairs(all_cases()[:: settings.every], settings.samples, settings.seed)
     print_report(report, console)
-    settings.output.parent.mkdir(parents=True, exist_ok=True)
-    settings.output.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    console.print(f"report in {settings.output}")
-    return 0 if report.ok else 1
+    return _write(settings.output, report.as_json(), console)
+
+
+def _run_against_server(settings: LosslessSettings, url: str, console: Console) -> int:
+    import httpx
+
+    from service.lossless_server import verify_server
+
+    key = settings.target_api_key
+    headers = {} if key is None else {"authorization": f"Bearer {key.get_secret_value()}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=600.0) as http:
+        report = verify_server(http, samples=settings.samples, num_draft_tokens=settings.num_draft_tokens, seed=settings.seed)
+    table = Table(title=f"first tokens of {url} with drafts against those without")
+    for title in ("temperature", "top_k", "top_p", "samples", "drafts", "p"):
+        table.add_column(title, justify="right")
+    for outcome in report.outcomes:
+        numbers = (outcome.temperature, outcome.top_k, outcome.top_p, outcome.samples, outcome.proposed)
+        table.add_row(*map(str, numbers), f"{outcome.result.p_value:.2g}")
+    console.print(table)
+    console.print(f"greedy answers are {'the same' if report.is_greedy_same else 'DIFFERENT'}")
+    console.print(f"A lossless server fails this with probability {FALSE_ALARM_RATE:g} at most.")
+    return _write(settings.output, report.as_json(), console)
+
+
+def _write(path: Path, document: dict[str, Any], console: Console) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    console.print(f"report in {path}")
+    return 0 if document["ok"] else 1
 
 
 def print_report(report: Report, console: Console) -> None:
