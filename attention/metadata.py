@@ -6,6 +6,10 @@ are first asked for. A batch is described once per step and read by every layer.
 Flattening turns each request into one row per slot. All of them share the request's pages and its block-end length: a decode
 kernel masks by length only, so equal lengths let every slot see the whole block.
 
+Rules: a length lies in [S, capacity of its pages] or is 0, and anything else is refused and not clamped, because a clamped
+length would draft from the wrong rows in silence. Rows have no gaps: a session that lacks the start of its context has no rows
+for it, so what was never written is never counted. All blocks have S slots; whoever wants fewer drafts takes the first ones.
+
 Shape symbols: B requests, S draft_block_size, P page table width.
 """
 

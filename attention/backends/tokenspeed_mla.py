@@ -101,7 +101,9 @@ class TokenSpeedMlaBackend(AttentionBackend):
             softmax_scale=softmax_scale * cache.key_scale,
             output_scale=cache.value_scale,
             is_var_seq=True,
-            causal_mask=False,
+            # Of one row both masks are the same. The flattened path stands in where the non-causal one fails its probe, so it
+            # takes the mask that every other caller of the kernel takes.
+            causal_mask=num_slots == 1,
             return_lse=return_lse,
         )
         output: Tensor = result[0] if return_lse else result

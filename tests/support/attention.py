@@ -41,18 +41,20 @@ def make_pages(
 
 
 def make_case(
-    problem: AttentionProblem, lengths: Sequence[int], *, seed: int = 0, scale: float = 1.0
+    problem: AttentionProblem, lengths: Sequence[int], *, seed: int = 0, scale: float = 1.0, value_scale: float | None = None
 ) -> tuple[Tensor, PagedKVCache, BlockMetadata]:
     """Queries, a pool whose every row past a length and every unused page is NaN, and the metadata."""
     generator = torch.Generator().manual_seed(seed)
     page_ids, num_pages = make_pages(lengths, problem.page_size, generator)
-    cache = PagedKVCache.for_problem(problem, num_layers=2, num_pages=num_pages, key_scale=scale, value_scale=scale)
+    cache = PagedKVCache.for_problem(
+        problem, num_layers=2, num_pages=num_pages, key_scale=scale, value_scale=scale if value_scale is None else value_scale
+    )
     cache.fill(math.nan)
     for pages, length in zip(page_ids, lengths, strict=True):
-        slots = torch.tensor(slots_of(pages, 0, length, problem.page_size), dtype=torch.int64)
-        cache.write(1, slots, torch.randn(length, *problem.row_shape, generator=generator))
+        slots = torch.tensor(slots_of(pages, 0, length, problem.page_size), dtype=torch.int64, device=problem.device)
+        cache.write(1, slots, torch.randn(length, *problem.row_shape, generator=generator).to(problem.device))
     shape = len(lengths), problem.draft_block_size, problem.num_heads, problem.key_dim
-    query = torch.randn(*shape, generator=generator).to(problem.dtype)
+    query = torch.randn(*shape, generator=generator).to(problem.device, problem.dtype)
     return query, cache, BlockMetadata.build(page_ids, lengths, problem.page_size, problem.device)
 
 

@@ -104,6 +104,7 @@ class _TokenSpeed:
         assert workspace_buffer.dim() == 1
         assert block_tables.dtype == seq_lens.dtype == torch.int32
         assert block_tables.is_contiguous()
+        assert len(block_tables) == len(seq_lens) == len(query)
         assert query.is_contiguous()
         assert block_tables.shape[1] * kv_cache.shape[1] % 128 == 0
         assert seq_lens.min() >= slots
@@ -144,18 +145,20 @@ def test_tokenspeed_passes_the_probe(
     assert {call["query"].shape[1] for call in tokenspeed.calls} == ({1} if path is DecodePath.FLATTENED else {2, 7})
 
 
-def test_tokenspeed_is_called_with_exactly_this(tokenspeed: _TokenSpeed) -> None:
+@pytest.mark.parametrize("path", list(DecodePath))
+def test_tokenspeed_is_called_with_exactly_this(tokenspeed: _TokenSpeed, path: DecodePath) -> None:
+    is_fused = path is DecodePath.FUSED
     problem = _k3_problem(kv_cache_dtype=torch.float8_e4m3fn)
     query, cache, metadata = make_case(problem, [80, 300, 7], scale=0.25)
-    attention = BlockAttention(Selection("tokenspeed_mla", DecodePath.FUSED), problem, backend=_OnCpu(problem))
+    attention = BlockAttention(Selection("tokenspeed_mla", path), problem, backend=_OnCpu(problem))
     attention.forward(query, cache, 1, metadata, softmax_scale=0.5)
     (call,) = tokenspeed.calls
-    assert call["query"].shape == (3, 7, 8, 576)
+    assert call["query"].shape == ((3, 7, 8, 576) if is_fused else (21, 1, 8, 576))
     assert call["query"].dtype == torch.float8_e4m3fn
     assert call["kv_cache"].data_ptr() == cache.pages(1).data_ptr()
     assert call["kv_cache"].shape == cache.pages(1).shape
-    assert call["block_tables"].shape == (3, 6)
-    assert call["seq_lens"].tolist() == [80, 300, 7]
+    assert call["block_tables"].shape == ((3, 6) if is_fused else (21, 6))
+    assert call["seq_lens"].tolist() == ([80, 300, 7] if is_fused else [80] * 7 + [300] * 7 + [7] * 7)
     assert call["workspace_buffer"].numel() == 8 * 64 * 513 * 4
     scalars = {name: value for name, value in call.items() if not isinstance(value, Tensor) and name != "self"}
     assert scalars == {
@@ -166,7 +169,7 @@ def test_tokenspeed_is_called_with_exactly_this(tokenspeed: _TokenSpeed) -> None
         "output_scale": 0.25,
         "out": None,
         "is_var_seq": True,
-        "causal_mask": False,
+        "causal_mask": not is_fused,
         "window_left": -1,
         "enable_pdl": False,
         "return_lse": False,
@@ -259,6 +262,7 @@ class _FlashMla:
         assert k_cache.shape[1:] == (64, 1, 576)
         assert q.dtype == k_cache.dtype
         assert cache_seqlens.min() >= q.shape[1]
+        assert len(block_table) == len(cache_seqlens) == len(q)
         output, lse = _dense(
             q, k_cache.squeeze(2), block_table, cache_seqlens.tolist(), softmax_scale, is_causal=causal and q.shape[1] > 1
         )
@@ -445,6 +449,13 @@ def test_tokenspeed_is_refused_on_hopper_with_the_reason() -> None:
     assert FlashMlaBackend.capabilities.device_reasons((10, 0)) == ["compute capability 10.0; supported: 9.0"]
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (10, 3), (12, 0)])
+def test_flashinfer_is_left_to_the_devices_whose_kernels_take_a_block_without_a_mask(capability: tuple[int, int]) -> None:
+    (reason,) = FlashInferBackend.capabilities.device_reasons(capability)
+    assert reason == f"compute capability {capability[0]}.{capability[1]}; supported: 8.0, 8.6, 8.7, 8.9, 9.0"
+    assert FlashInferBackend.capabilities.device_reasons((9, 0)) == []
+
+
 def test_a_package_that_imports_but_does_not_work_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = ModuleType("tokenspeed_mla")
     broken.__spec__ = importlib.util.spec_from_loader("tokenspeed_mla", loader=None)
@@ -527,10 +538,11 @@ def test_the_real_kernel_takes_our_arguments_up_to_the_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal_mask", [False, True])
+@pytest.mark.parametrize(("causal_mask", "query_len"), [(False, 7), (True, 1)])
 def test_the_real_kernel_compiles_for_blackwell(
-    real_tokenspeed: ModuleType, monkeypatch: pytest.MonkeyPatch, causal_mask: bool
+    real_tokenspeed: ModuleType, monkeypatch: pytest.MonkeyPatch, causal_mask: bool, query_len: int
 ) -> None:
+    """Both masks, each with the query that we call it with."""
     monkeypatch.setattr(real_tokenspeed, "get_max_active_clusters", lambda size: 1)
     compiled = real_tokenspeed._get_compiled_mla_kernel(
         torch_dtype=torch.bfloat16,
@@ -544,7 +556,7 @@ def test_the_real_kernel_compiles_for_blackwell(
         has_local_visible_lens=False,
         causal_mask=causal_mask,
         num_heads=64,
-        seq_len_q=7,
+        seq_len_q=query_len,
         partial_fp16=False,
     )
     assert callable(compiled)
