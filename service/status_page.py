@@ -9,6 +9,7 @@ Rates are taken between two looks of the last minute, and over the whole run at 
 from __future__ import annotations
 
 import html
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,10 +176,17 @@ def _acceptance(now: Numbers, max_draft_tokens: int) -> str:
     for label in ("context", "coverage"):
         shown = [
             (_text(value), f"{count:,.0f}", f"{acceptance_length(now, **{label: value}) or 1.0:.2f}")
-            for value, count in now.by("verified_drafts_total", label).items()
+            for value, count in sorted(now.by("verified_drafts_total", label).items(), key=_bucket_order)
         ]
         parts.append(_raw_table(f"Acceptance length by {label}", (label, "blocks", "acceptance length"), shown))
     return "".join(parts)
+
+
+def _bucket_order(item: tuple[str, float]) -> tuple[int, float]:
+    """Buckets of context from short to long; those of coverage have no numbers and keep their order."""
+    name = item[0]
+    number = re.search(r"\d+", name)
+    return (0 if name.startswith("<") else 1, float(number.group()) if number else 0.0)
 
 
 def _times(now: Numbers) -> str:

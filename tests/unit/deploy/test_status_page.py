@@ -88,13 +88,21 @@ def test_acceptance_is_shown_by_position_context_and_coverage() -> None:
     for _ in range(4):
         metrics.saw_acceptance(4, 5_000, 0.2)
     metrics.publish_acceptance()
+    metrics.saw_acceptance(4, 100_000, 1.0)
+    metrics.saw_acceptance(4, 20_000, 0.5)
+    metrics.saw_acceptance(0, 2_000, 0.5)
+    metrics.saw_acceptance(0, 2_000, 0.5)
+    metrics.publish_acceptance()
     text = Page(make_page(metrics, Clock()).render()).text
-    assert "acceptance length | 3.50" in text
-    for place, kept in enumerate(("87.5%", "62.5%", "50.0%", "50.0%")):
+    assert "acceptance length | 3.33" in text
+    places = [text.index(f"| {bucket} |") for bucket in ("<1k", "1k-4k", "4k-16k", "16k-64k", ">=64k")]
+    assert places == sorted(places)
+    for place, kept in enumerate(("75.0%", "58.3%", "50.0%", "50.0%")):
         assert f"{place} | {kept}" in text
     assert "<1k | 4 | 2.00" in text
     assert "4k-16k | 4 | 5.00" in text
     assert "low | 4 | 5.00" in text
+    assert "half | 3 | 2.33" in text
 
 
 def test_rates_are_those_of_the_last_minute() -> None:
