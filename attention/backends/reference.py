@@ -73,7 +73,10 @@ class ReferenceBackend(AttentionBackend):
         return is_visible
 
     def _gather(self, cache: PagedKVCache, layer: int, metadata: BlockMetadata, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        pages = cache.pages(layer)[metadata.page_table.long()]  # [B, P, page_size, *row_shape]
+        pool = cache.pages(layer)
+        # Not every device gathers float8; bytes will do.
+        stored = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+        pages = stored[metadata.page_table.long()].view(pool.dtype)  # [B, P, page_size, *row_shape]
         rows = pages.flatten(1, 2).to(dtype)
         if self.problem.kind == "mla":
             rows = rows[:, :, None] * cache.key_scale

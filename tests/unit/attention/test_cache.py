@@ -100,6 +100,14 @@ def test_the_reserved_page_is_poison_and_the_rest_is_finite() -> None:
         assert cache.pages(layer)[1:].isfinite().all()
 
 
+def test_every_layer_is_one_contiguous_block_of_pages() -> None:
+    """Kernels get strides, but none has to cope with padded ones."""
+    cache = PagedKVCache.for_problem(make_problem("gqa"), num_layers=3, num_pages=5)
+    assert all(cache.pages(layer).is_contiguous() and cache.rows(layer).is_contiguous() for layer in range(3))
+    cache.write(2, torch.tensor([9]), torch.ones(1, *cache.row_shape))
+    assert cache.pages(2)[2, 1].eq(1).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_copy_page_copies_every_layer_and_nothing_else(dtype: torch.dtype) -> None:
     problem = make_problem(kv_cache_dtype=dtype)

@@ -191,6 +191,31 @@ def test_a_forced_backend_that_fails_its_probe_is_a_start_up_error() -> None:
         open_attention([make_problem()], "planted", backends=backends)
 
 
+def test_rows_of_a_dtype_that_no_backend_takes_are_a_start_up_error_that_lists_them_all() -> None:
+    with pytest.raises(AttentionSelectionError, match="no attention backend can serve") as raised:
+        open_attention([make_problem(kv_cache_dtype=torch.float8_e5m2)])
+    assert [rejection.backend for rejection in raised.value.rejected] == list(BACKENDS)
+    assert all("a KV cache of torch.float8_e5m2 is not supported" in rejection.reasons for rejection in raised.value.rejected)
+
+
+def test_a_block_beyond_a_kernels_limit_is_flattened_and_never_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    (candidate,) = [candidate for candidate in default_backends() if candidate.name == "torch_cpu"]
+    limited = replace(candidate, capabilities=replace(candidate.capabilities, max_query_len=3))
+    (attention,) = open_attention([make_problem()], candidates=[limited])
+    assert attention.selection.path is DecodePath.FLATTENED
+    assert "4 query rows per request; at most 3 are supported" in caplog.text
+
+
+def test_the_reference_never_serves_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    backends: dict[str, type[AttentionBackend]] = {"planted": _lying(_returns_nan), "reference": BACKENDS["reference"]}
+    (attention,) = open_attention([make_problem()], backends=backends)
+    assert attention.selection.backend == "reference"
+    assert "the reference serves, which is slow" in caplog.text
+    caplog.clear()
+    open_attention([make_problem()], "reference")
+    assert "slow" not in caplog.text
+
+
 def test_layers_that_differ_are_selected_apart() -> None:
     full, windowed = make_problem(), make_problem(sliding_window=3)
     backends: dict[str, type[AttentionBackend]] = dict(BACKENDS)
