@@ -25,16 +25,13 @@ DEMO_PROMPTS = (
     ),
     Prompt("maths", "Solve the equation 3x + 5 = 20 and show each step."),
     Prompt(
-        "summary",
-        "Summarize the following text in two sentences: The honey bee lives in large colonies. Each colony has one queen, who "
-        "lays all the eggs, and thousands of workers, who collect nectar, build the comb and feed the young. In winter the "
-        "workers gather around the queen and keep her warm by moving their wings.",
+        "maths",
+        "A train leaves at 9 o'clock and travels at 60 kilometres per hour. Explain step by step how far it has come by noon.",
     ),
-    Prompt(
-        "summary",
-        "Give me a short summary of this paragraph: The town library was closed for a year while the roof was repaired. It "
-        "opened again last week with a new reading room, twice as many computers and a garden where visitors can read outside.",
-    ),
+    Prompt("summary", "Summarize how the French Revolution began and what came of it."),
+    Prompt("summary", "Summarize the main ideas of Darwin's theory of evolution."),
+    Prompt("summary", "Give me a summary of the story of Robin Hood."),
     Prompt("list", "List five ways to save energy at home."),
     Prompt("list", "Give me a list of ten healthy snacks for children."),
+    Prompt("list", "List seven things to check before buying a used car, and say why each of them matters."),
 )

@@ -338,14 +338,16 @@ class TargetEngine:
         leaving = [sequence for sequence in sequences if sequence in self._running]
         for sequence in leaving:
             slot = self._running.index(sequence)
-            # The last decoding sequence takes the free slot; then the last prompt in progress takes that one's.
-            for source in (self._num_prefilled() - 1, len(self._running) - 1):
-                if source > slot:
-                    moved = self._running[source]
-                    self._cache.move(source, slot, moved.num_fed)
-                    self._running[slot] = moved
-                    slot = source
+            # The last decoding sequence takes the free slot; the prompts behind move up and keep their order.
+            last = self._num_prefilled() - 1
+            if last > slot:
+                moved = self._running[last]
+                self._cache.move(last, slot, moved.num_fed)
+                self._running[slot], slot = moved, last
             self._running.pop(slot)
+            for place in range(slot, len(self._running)):
+                if self._running[place].num_fed:
+                    self._cache.move(place + 1, place, self._running[place].num_fed)
         if leaving and self._drafts is not None:
             self._drafts.finish([s.request.request_id for s in leaving if s.request.num_draft_tokens])
 

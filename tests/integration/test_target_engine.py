@@ -254,6 +254,29 @@ def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_alone(start, m
     assert engine.num_running == 0
 
 
+def test_prompts_are_fed_in_the_order_they_came(start) -> None:
+    """More requests than slots: the first to come is the first to get its first token, so nobody starves."""
+    engine = start(Parrot(), max_batch=4, max_waiting=64)
+    order: list[int] = []
+
+    def collect(number: int, collector: Collector) -> None:
+        def emit(chunk: Chunk) -> None:
+            if not collector.chunks:
+                order.append(number)
+            collector.chunks.append(chunk)
+            collector.emit(chunk)
+
+        request = GenerationRequest(f"o{number}", tuple(PROMPTS[1]), 3 + number % 5, GREEDY, num_draft_tokens=2)
+        engine.submit(request, emit)
+
+    collectors = [Collector() for _ in range(40)]
+    for number, collector in enumerate(collectors):
+        collect(number, collector)
+    for collector in collectors:
+        collector.wait()
+    assert order == sorted(order)
+
+
 def test_random_arrivals_and_departures_keep_every_answer_plain(start, model: TargetModel) -> None:
     dice = random.Random(7)
     source = Gambler()
