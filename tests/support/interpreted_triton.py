@@ -48,7 +48,9 @@ def _problem(changes: dict[str, object]) -> AttentionProblem:
 def _differences(name: str) -> dict[str, list[float]]:
     changes, lengths, num_splits = CASES[name]
     problem = _problem(changes)
-    query, cache, metadata = make_case(problem, lengths, scale=0.5 if problem.kv_cache_dtype == _FP8 else 1.0)
+    scale = 0.5 if problem.kv_cache_dtype == _FP8 else 1.0
+    value_scale = 0.25 if problem.kv_cache_dtype == _FP8 and problem.kind == "gqa" else scale
+    query, cache, metadata = make_case(problem, lengths, scale=scale, value_scale=value_scale)
     expected = make_attention(problem, "reference").forward_with_lse(query, cache, 1, metadata, softmax_scale=0.3)
     differences = {}
     for path in DecodePath:

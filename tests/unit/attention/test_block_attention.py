@@ -32,11 +32,14 @@ def problems_and_lengths(draw: st.DrawFn) -> tuple[AttentionProblem, list[int]]:
     kind = draw(st.sampled_from(["mla", "gqa"]))
     slots, page_size = draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
     num_kv_heads = 1 if kind == "mla" else draw(st.integers(1, 4))
+    heads_per_kv_head = draw(st.integers(1, 5) | st.sampled_from([8, 24, 32]))
+    if kind == "mla":
+        heads_per_kv_head = draw(st.just(heads_per_kv_head) | st.sampled_from([64, 96, 128]))
     dtype = draw(st.sampled_from(sorted(_TOLERANCES, key=str)))
     problem = make_problem(
         kind,
         draft_block_size=slots,
-        num_heads=num_kv_heads * draw(st.integers(1, 5)),
+        num_heads=num_kv_heads * heads_per_kv_head,
         num_kv_heads=num_kv_heads,
         page_size=page_size,
         dtype=dtype,
@@ -48,32 +51,43 @@ def problems_and_lengths(draw: st.DrawFn) -> tuple[AttentionProblem, list[int]]:
     return problem, draw(st.lists(length, min_size=1, max_size=9))
 
 
+def _lay_out(query: Tensor, layout: str) -> Tensor:
+    """The same queries behind other strides."""
+    if layout == "padded":
+        padded = query.new_full((*query.shape[:3], query.shape[3] + 8), math.nan)
+        padded[..., : query.shape[3]] = query
+        return padded[..., : query.shape[3]]
+    return query.transpose(1, 2).contiguous().transpose(1, 2) if layout == "heads first" else query
+
+
 def _dense(problem: AttentionProblem, query: Tensor, cache: PagedKVCache, metadata: BlockMetadata) -> tuple[Tensor, Tensor]:
-    """Attention request by request and head by head, over the rows as `slots_of` finds them."""
+    """Attention request by request, over the rows as `slots_of` finds them."""
     output = torch.zeros(*query.shape[:3], problem.value_dim)
     lse = torch.full(query.shape[:3], -math.inf)
     for index, (pages, length) in enumerate(zip(metadata.page_ids, metadata.lengths, strict=True)):
         if not length:
             continue
-        rows = torch.stack([cache.rows(1)[slot] for slot in slots_of(pages, 0, length, problem.page_size)]).float()
+        rows = cache.rows(1)[torch.tensor(slots_of(pages, 0, length, problem.page_size))].float()
         if problem.sliding_window is not None:
             rows = rows[-(problem.draft_block_size + problem.sliding_window) :]
-        for head in range(problem.num_heads):
-            group = head * problem.num_kv_heads // problem.num_heads
-            keys = rows if problem.kind == "mla" else rows[:, 0, group]
-            values = rows[:, : problem.value_dim] if problem.kind == "mla" else rows[:, 1, group]
-            scores = query[index, :, head].float() @ (keys * cache.key_scale).T * 0.3
-            lse[index, :, head] = scores.logsumexp(-1)
-            output[index, :, head] = scores.softmax(-1) @ (values * cache.value_scale)
+        # [n, H, D] and [n, H, V]: the row that each head reads.
+        groups = torch.arange(problem.num_heads) * problem.num_kv_heads // problem.num_heads
+        keys = rows[:, None].expand(-1, problem.num_heads, -1) if problem.kind == "mla" else rows[:, 0, groups]
+        values = keys[..., : problem.value_dim] if problem.kind == "mla" else rows[:, 1, groups]
+        scores = torch.einsum("qhd,nhd->qhn", query[index].float(), keys * cache.key_scale) * 0.3
+        lse[index] = scores.logsumexp(-1)
+        output[index] = torch.einsum("qhn,nhv->qhv", scores.softmax(-1), values * cache.value_scale)
     return output, lse
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=problems_and_lengths(), seed=st.integers(0, 3))
-def test_fused_is_flattened_is_dense(case: tuple[AttentionProblem, list[int]], seed: int) -> None:
+@given(case=problems_and_lengths(), seed=st.integers(0, 3), layout=st.sampled_from(["packed", "padded", "heads first"]))
+def test_fused_is_flattened_is_dense(case: tuple[AttentionProblem, list[int]], seed: int, layout: str) -> None:
     problem, lengths = case
-    scale = 0.5 if problem.kv_cache_dtype == torch.float8_e4m3fn else 1.0
-    query, cache, metadata = make_case(problem, lengths, seed=seed, scale=scale)
+    is_float8 = problem.kv_cache_dtype == torch.float8_e4m3fn
+    scale, value_scale = (0.5, 0.25 if problem.kind == "gqa" else 0.5) if is_float8 else (1.0, 1.0)
+    query, cache, metadata = make_case(problem, lengths, seed=seed, scale=scale, value_scale=value_scale)
+    query = _lay_out(query, layout)
     expected, expected_lse = _dense(problem, query, cache, metadata)
     limit = _TOLERANCES[problem.dtype]
     for backend, path in _PATHS:
@@ -138,6 +152,23 @@ def test_a_table_left_at_zero_shows() -> None:
     query, cache, _ = make_case(problem, [6])
     lost = BlockMetadata(((0, 0),), (6,), problem.page_size, problem.device)
     assert make_attention(problem).forward(query, cache, 1, lost, softmax_scale=0.3).isnan().all()
+
+
+@pytest.mark.parametrize(("backend", "path"), _PATHS)
+def test_rows_that_were_never_written_count_for_nothing(backend: str, path: DecodePath) -> None:
+    """A session that lacks the start of its context has no rows for it, so its pages hold what follows and no gap."""
+    problem = make_problem(page_size=8)
+    query, cache, metadata = make_case(problem, [21, 6])
+    attention = make_attention(problem, backend, path)
+    output = attention.forward(query, cache, 1, metadata, softmax_scale=0.3)
+    assert output.isfinite().all()
+    for filled in (1e4, -1e4):
+        other = PagedKVCache.for_problem(problem, num_layers=2, num_pages=cache.num_pages)
+        other.fill(filled)
+        for pages, length in zip(metadata.page_ids, metadata.lengths, strict=True):
+            slots = torch.tensor(slots_of(pages, 0, length, 8))
+            other.write(1, slots, cache.rows(1)[slots])
+        assert attention.forward(query, other, 1, metadata, softmax_scale=0.3).equal(output)
 
 
 def test_an_empty_batch_is_an_empty_answer() -> None:
