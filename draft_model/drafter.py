@@ -34,6 +34,7 @@ from draft_model.calibration import load_calibration
 from draft_model.checkpoint import TensorReader, Vocabulary, load_vocabulary
 from draft_model.checkpoint import fingerprint as fingerprint_of
 from draft_model.config import DraftConfig, MlaGeometry
+from draft_model.context_bias import BlockBias, ContextBias
 from draft_model.errors import CheckpointError, DraftRequestError
 from draft_model.formats import load_config
 from draft_model.heads import ConfidenceHead, LmHead, load_markov_head
@@ -76,6 +77,7 @@ class DraftRequest:
         sampling: how tokens are chosen.
         draft_probs_topk: report the distribution of each draft with this support; 0 for none.
         rng_counter: of the draft noise; one counter serves one block.
+        context_token_ids: the tokens before the anchor as far as they are known, for the context bias; empty for none.
     """
 
     page_ids: Sequence[int]
@@ -86,6 +88,7 @@ class DraftRequest:
     sampling: SamplingParams = GREEDY
     draft_probs_topk: int = 0
     rng_counter: int = 0
+    context_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Drafter:
         kv_cache_memory: int,
         page_size: int,
         attention_backend: str | None = None,
+        context_bias: Sequence[float] = (),
         fingerprint: str = "",
         temperatures: Sequence[float] | None = None,
     ) -> None:
@@ -138,6 +142,7 @@ class Drafter:
         kv_cache_memory: bytes of the context pool
         page_size: rows in a page
         attention_backend: name of the backend to use, None for the best that fits
+        context_bias: bonus of a token that continues an earlier match of 1, 2, ... tokens; empty for none
         fingerprint: hash of the checkpoint
         temperatures: [d] that the confidence of each position is scaled by; None leaves it as the head gives it
 
@@ -173,6 +178,10 @@ class Drafter:
         self._attention = open_attention(problems, attention_backend)
         self.selections: tuple[Selection, ...] = tuple(attention.selection for attention in self._attention)
         self.head_seconds = 0.0
+        self._context_bias = ContextBias(context_bias)
+        self._draft_ids = (
+            None if vocabulary.draft_to_target is None else _inverse(vocabulary.draft_to_target, config.vocab_size)
+        )
         self._first_slot = 0 if config.sample_from_anchor else 1
 
     @classmethod
@@ -186,6 +195,7 @@ class Drafter:
         kv_cache_memory: int = 256 * 2**20,
         page_size: int = 64,
         attention_backend: str | None = None,
+        context_bias: Sequence[float] = (),
     ) -> Drafter:
         """Load a checkpoint folder.
 
@@ -197,6 +207,7 @@ class Drafter:
             kv_cache_memory: bytes of the context pool
             page_size: rows in a page
             attention_backend: name of the backend to use, None for the best that fits
+            context_bias: bonus of a token that continues an earlier match of 1, 2, ... tokens; empty for none
 
         Raises:
             CheckpointError: the checkpoint cannot be loaded exactly; the message names file, key or tensor.
@@ -217,6 +228,7 @@ class Drafter:
             kv_cache_memory=kv_cache_memory,
             page_size=page_size,
             attention_backend=attention_backend,
+            context_bias=context_bias,
             fingerprint=checkpoint,
             temperatures=None if calibration is None else calibration.temperatures,
         )
@@ -268,6 +280,9 @@ class Drafter:
             wanted,
             self.device,
         )
+        bias = BlockBias(
+            [self._context_bias.look_up(r.context_token_ids, r.anchor_token_id, wanted) for r in requests], self._draft_ids
+        )
         previous = self._indices([request.anchor_token_id for request in requests])
         drafted, embedded = [], []
         state = None if self._markov is None else self._markov.start(batch)
@@ -275,9 +290,11 @@ class Drafter:
             logits = base[:, slot]
             if self._markov is not None:
                 embedded.append(self._markov.embed(previous))
-                bias, state = self._markov.step(embedded[-1], hidden[:, slot], state)
-                logits = logits + bias
+                markov_bias, state = self._markov.step(embedded[-1], hidden[:, slot], state)
+                logits = logits + markov_bias
+            bias.add_to(logits, slot)
             previous = self._to_target(sampler.choose(slot, logits))
+            bias.follow(previous, slot)
             drafted.append(previous)
         token_ids = torch.stack(drafted, dim=1).tolist()
         confidence = None
@@ -385,6 +402,14 @@ def _load_backbone(config: DraftConfig, tensors: TensorReader, dtype: torch.dtyp
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def _inverse(draft_to_target: Tensor, vocab_size: int) -> list[int]:
+    """Return the draft id of each target id, -1 where there is none."""
+    draft_ids = torch.full((vocab_size,), -1, dtype=torch.long)
+    draft_ids[draft_to_target.cpu()] = torch.arange(len(draft_to_target))
+    listed: list[int] = draft_ids.tolist()
+    return listed
 
 
 __all__ = ["ContextWrite", "DraftProposal", "DraftRequest", "Drafter", "SamplingParams"]

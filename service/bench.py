@@ -27,7 +27,7 @@ from rich.table import Table
 from draft_model.drafter import ContextWrite, Drafter, DraftRequest
 from service.errors import StartupError
 from service.figures import Figure, write_figures
-from service.settings import EngineSettings
+from service.settings import DEFAULT_CONTEXT_BIAS, EngineSettings
 from service.shipped import shipped_drafter
 from service.subprocesses import server_process
 from service.target.weights import default_cache_dir, ensure_target
@@ -70,7 +70,7 @@ def run_bench(settings: BenchSettings, console: Console) -> int:
     """
     path = settings.model or shipped_drafter()
     target_path = settings.target_model or ensure_target(default_cache_dir(), console.print)
-    drafter = Drafter.load(path, target_path=target_path)
+    drafter = Drafter.load(path, target_path=target_path, context_bias=DEFAULT_CONTEXT_BIAS)
     arguments = ["serve", "--port", "0", "--model", str(path), "--target-model", str(target_path)]
     with server_process(arguments, settings.output.parent / "logs" / "bench-draft.log") as server:
         timings = [_time_sessions(drafter, server.url, sessions, settings) for sessions in (1, 4, 16)]
@@ -155,7 +155,10 @@ def _draft_in_process(
         [ContextWrite(own, first, first, torch.from_numpy(rows[first:last])) for own, rows in zip(pages, features, strict=True)]
     )
     count = drafter.config.max_draft_tokens
-    requests = [DraftRequest(own, last, last, ids[last], count) for own, ids in zip(pages, tokens, strict=True)]
+    requests = [
+        DraftRequest(own, last, last, ids[last], count, context_token_ids=ids[:last])
+        for own, ids in zip(pages, tokens, strict=True)
+    ]
     return [tuple(proposal.token_ids) for proposal in drafter.draft(requests)]
 
 

@@ -140,6 +140,7 @@ def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:
             kv_cache_memory=settings.kv_cache_memory,
             page_size=settings.page_size,
             attention_backend=settings.attention_backend,
+            context_bias=settings.context_bias,
         )
     except AttentionSelectionError as error:
         raise StartupError(str(error)) from error
@@ -275,7 +276,7 @@ COMMANDS = (
     Command(
         "demo",
         "run both and compare with plain decoding",
-        "Start a draft server and a target server, answer fifteen prompts with and without drafts, and print what it was worth.",
+        "Start a draft server and a target server, answer 15 prompts with and without drafts, and print what it was worth.",
         _demo_settings,
         _demo,
     ),

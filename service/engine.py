@@ -518,6 +518,7 @@ def _draft_request(work: SessionWork) -> DraftRequest:
         sampling=work.sampling,
         draft_probs_topk=work.draft_probs_topk,
         rng_counter=session.span.committed_end,
+        context_token_ids=session.tokens.token_ids,
     )
 
 

@@ -74,6 +74,21 @@ class ContextSpan(NamedTuple):
 
 
 @dataclass
+class KnownTokens:
+    """The tokens of positions [start, start + len(token_ids)): the newest of a session, as far back as there is no gap."""
+
+    start: int
+    token_ids: list[int] = field(default_factory=list)
+
+    def truncate(self, position: int) -> None:
+        """Forget what stands at `position` or after it."""
+        if position < self.start:
+            self.start, self.token_ids = position, []
+        else:
+            del self.token_ids[position - self.start :]
+
+
+@dataclass
 class Session:
     """The state of one target request. `seq` is the last one answered without an error."""
 
@@ -82,6 +97,7 @@ class Session:
     opened_at: float
     last_used: float
     span: ContextSpan
+    tokens: KnownTokens
     seq: int = -1
     stored_reply: Any = None
     pages: list[int] = field(default_factory=list)
@@ -191,6 +207,7 @@ class SessionTable:
     def advance(self, session: Session, token_ids: Sequence[int]) -> None:
         """Count rows that are now in the pool as committed, and publish the pages they fill."""
         session.span = session.span.extended(len(token_ids))
+        session.tokens.token_ids.extend(token_ids)
         if session.chain is not None and self._prefix_cache is not None:
             session.chain.append(token_ids)
             self._prefix_cache.publish(session.chain, session.pages)
@@ -248,7 +265,9 @@ class SessionTable:
         old = self._sessions.get(change.key)
         if old is None and len(self._sessions) >= self._limits.max_sessions and not self._evict_idle(now, busy):
             raise self._full("sessions", len(self._sessions), self._limits.max_sessions)
-        session = Session(change.key, change.incarnation, now, now, ContextSpan.opened(change.start, 0))
+        has_prefix = len(change.prefix_token_ids) == change.start
+        tokens = KnownTokens(0, list(change.prefix_token_ids)) if has_prefix else KnownTokens(change.start)
+        session = Session(change.key, change.incarnation, now, now, ContextSpan.opened(change.start, 0), tokens)
         if self._prefix_cache is not None:
             chain = self._prefix_cache.new_chain(change.namespace)
             if change.start > 0 and len(change.prefix_token_ids) == change.start:
@@ -332,6 +351,7 @@ class SessionTable:
 
     def _truncate(self, session: Session, span: ContextSpan) -> None:
         session.span = span
+        session.tokens.truncate(span.committed_end)
         if session.chain is not None:
             if span.is_complete:
                 session.chain.truncate(span.num_rows)

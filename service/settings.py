@@ -26,6 +26,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 from service.errors import StartupError
 
 ENV_PREFIX = "DRAFT_ENGINE_"
+DEFAULT_CONTEXT_BIAS = (2.0, 4.0, 8.0, 12.0)
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
@@ -120,6 +121,10 @@ class ServeSettings(ListenSettings):
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of the draft weights.")
     attention_backend: str | None = Field(None, description="Force one attention backend. Default: best that fits.")
+    context_bias: tuple[float, ...] = Field(
+        DEFAULT_CONTEXT_BIAS,
+        description="Bonus on the logit of a token that continues an earlier match of 1, 2, ... tokens; 0 for none.",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: torch's own choice.")
 
     port: int = Field(8100, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
