@@ -454,3 +454,25 @@ def test_a_worker_that_cannot_start_says_why_and_takes_no_call() -> None:
         assert caught.value.code == "not_ready"
 
     run(test())
+
+
+def test_the_drafter_is_told_the_tokens_of_the_context_as_far_as_they_are_known() -> None:
+    @dataclass
+    class Recorder(FakeDrafter):
+        contexts: list[list[int]] = field(default_factory=list)
+
+        def draft(self, requests):
+            self.contexts.extend(list(request.context_token_ids) for request in requests)
+            return super().draft(requests)
+
+    async def test() -> None:
+        model = Recorder()
+        async with running(make_harness(model)) as engine:
+            await engine.propose(make_call(make_work("a", 0, [1, 2, 3])))
+            await engine.propose(make_call(make_work("a", 3, [7, 9], seq=1)))
+            await engine.propose(make_call(make_work("a", 1, [8], seq=2)))
+            await engine.propose(make_call(make_work("b", 5, [4, 6])))
+            await engine.propose(make_call(make_work("b", 3, [5], seq=1)))
+        assert model.contexts == [[1, 2, 3], [1, 2, 3, 7, 9], [1, 8], [4, 6], [5]]
+
+    run(test())
