@@ -6,8 +6,9 @@ import queue
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,14 +157,10 @@ def start(model: TargetModel, tokenizer: TargetTokenizer):
         assert not engine.is_alive
 
 
-def submit(engine: TargetEngine, name: str, prompt: Sequence[int], **fields: object) -> Collector:
+def submit(engine: TargetEngine, name: str, prompt: Sequence[int], **fields: Any) -> Collector:
     collector = Collector()
-    request = GenerationRequest(
-        **(
-            {"request_id": name, "prompt_token_ids": tuple(prompt), "max_tokens": 40, "sampling": GREEDY, "num_draft_tokens": 4}
-            | fields
-        )
-    )
+    plain = GenerationRequest(name, tuple(prompt), max_tokens=40, sampling=GREEDY, num_draft_tokens=4)
+    request = replace(plain, **fields)
     engine.submit(request, collector.emit)
     return collector
 

@@ -165,7 +165,9 @@ def test_the_file_keeps_everything(tmp_path: Path) -> None:
     assert save_calibration(tmp_path, CALIBRATION) == tmp_path / FILE_NAME
     assert load_calibration(tmp_path, 2) == CALIBRATION
     save_calibration(tmp_path, replace(CALIBRATION, temperatures=(2.0, 2.0)))
-    assert load_calibration(tmp_path, 2).temperatures == (2.0, 2.0)
+    changed = load_calibration(tmp_path, 2)
+    assert changed is not None
+    assert changed.temperatures == (2.0, 2.0)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.support.draft_model import make_tiny_drafter
 _GOLDEN = Path(__file__).parents[2] / "golden"
 
 
-def _document(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, object]]:
+def _document(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
     code = main(["inspect", "--json", *argv])
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return code, found
@@ -40,8 +41,8 @@ def test_the_table_names_every_backend_with_its_verdict_and_reasons(capsys: pyte
 def test_json_is_one_document_with_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = _document(capsys, "--model", str(_GOLDEN / "draft_vanilla"), "--device", "cpu", "--dtype", "bfloat16")
     assert code == 0
-    assert found["facts"]["block"] == "7 slots, 7 drafts"  # type: ignore[index]
-    (layers,) = found["attention"]  # type: ignore[misc]
+    assert found["facts"]["block"] == "7 slots, 7 drafts"
+    (layers,) = found["attention"]
     assert layers["layers"] == [0, 1]
     assert (layers["backend"], layers["path"], layers["error"]) == ("torch_cpu", "fused", None)
     assert layers["problem"]["dtype"] == layers["problem"]["kv_cache_dtype"] == "bfloat16"
@@ -68,7 +69,7 @@ def test_a_backend_that_cannot_serve_fails_with_all_its_reasons(capsys: pytest.C
     code, found = _document(capsys, *argv)
     assert code == 1
     assert "facts" not in found
-    (layers,) = found["attention"]  # type: ignore[misc]
+    (layers,) = found["attention"]
     for reason in ("there is no CUDA device", "gqa attention is not supported", "key and value dims (16, 16)"):
         assert reason in layers["error"]
     assert layers["backend"] is None
