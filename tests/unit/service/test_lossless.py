@@ -91,6 +91,8 @@ def test_a_cut_takes_different_lengths_and_changes_no_kept_draft(cut: str) -> No
             length = len(after.token_ids)
             lengths.add(length)
             assert after.token_ids == before.token_ids[:length]
+            assert after.probs is not None
+            assert before.probs is not None
             assert torch.equal(after.probs, before.probs[:length])
         return kept
 
