@@ -15,10 +15,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from draft_engine_client.schema import json_schema
-from draft_engine_client.settings import ClientSettings
 from pydantic.fields import FieldInfo
 
+from draft_engine_client.schema import json_schema
+from draft_engine_client.settings import ClientSettings
 from service.cli import COMMANDS
 from service.errors import STATUS_OF_CODE
 from service.metrics import EngineMetrics

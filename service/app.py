@@ -16,10 +16,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from draft_engine_client.wire import ModelFacts
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from draft_engine_client.wire import ModelFacts
 from service.clients import ClientTable
 from service.edge import AsgiApp, Edge, Receive, Scope, Send, with_json_body
 from service.engine import DraftEngine

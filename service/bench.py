@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from draft_engine_client.client import DraftClient
-from draft_engine_client.sessions import SessionStep
-from draft_engine_client.settings import ClientSettings
-from draft_engine_client.wire import TargetFingerprint
 from numpy.typing import NDArray
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from draft_engine_client.client import DraftClient
+from draft_engine_client.sessions import SessionStep
+from draft_engine_client.settings import ClientSettings
+from draft_engine_client.wire import TargetFingerprint
 from draft_model.drafter import ContextWrite, Drafter, DraftRequest
 from service.errors import StartupError
 from service.figures import Figure, write_figures

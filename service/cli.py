@@ -276,7 +276,7 @@ COMMANDS = (
     Command(
         "demo",
         "run both and compare with plain decoding",
-        "Start a draft server and a target server, answer 15 prompts with and without drafts, and print what it was worth.",
+        "Start a draft server and a target server, answer twelve prompts with and without drafts, and print what it was worth.",
         _demo_settings,
         _demo,
     ),

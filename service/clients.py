@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from draft_engine_client.wire import PROTOCOL_VERSION, ClientHello, ModelFacts, TargetFingerprint
-
 from service.errors import CapacityError, FingerprintError, StateError
 
 

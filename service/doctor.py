@@ -29,15 +29,15 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from draft_engine_client import codec
-from draft_engine_client.codec import TensorView
-from draft_engine_client.wire import PROTOCOL_VERSION, ClientWelcome, ModelList, ProposeReply, ProposeRequest, SessionUpdate
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from attention.selector import AttentionSelectionError
+from draft_engine_client import codec
+from draft_engine_client.codec import TensorView
+from draft_engine_client.wire import PROTOCOL_VERSION, ClientWelcome, ModelList, ProposeReply, ProposeRequest, SessionUpdate
 from draft_model.config import DraftConfig
 from draft_model.drafter import ContextWrite, Drafter, DraftRequest
 from draft_model.errors import DraftModelError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from draft_engine_client.wire import ModelFacts
-
 from draft_model.drafter import Drafter
 from service.intake import FEATURE_DTYPES
 

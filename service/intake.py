@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from draft_engine_client.wire import ModelFacts, ProposeRequest, SessionUpdate
 from torch import Tensor
 
+from draft_engine_client.wire import ModelFacts, ProposeRequest, SessionUpdate
 from draft_model.drafter import SamplingParams
 from service.calls import ProposeCall, SessionWork
 from service.errors import ApiError, RequestError

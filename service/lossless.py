@@ -29,13 +29,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from draft_engine_client.verification import Verdict, verify_greedy, verify_sampled
 from numpy.typing import NDArray
 from pydantic import Field, SecretStr
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from draft_engine_client.verification import Verdict, verify_greedy, verify_sampled
 from draft_model.drafter import DraftProposal
 from draft_model.sampling import BlockSampler, SamplingParams, draft_uniforms
 from draft_model.scheduler import DelayedScheduler, StepTimes, best_prefixes, schedule_prefixes, survival_of

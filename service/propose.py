@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from draft_engine_client import codec
-from draft_engine_client.codec import CodecError, TensorView
-from draft_engine_client.wire import JsonProposeRequest, ModelFacts, ProposeRequest
 from pydantic import ValidationError
 from pydantic_core import to_json
 from torch import Tensor
 
+from draft_engine_client import codec
+from draft_engine_client.codec import CodecError, TensorView
+from draft_engine_client.wire import JsonProposeRequest, ModelFacts, ProposeRequest
 from service.calls import ProposeCall, SessionOutcome, SessionWork
 from service.clients import Client, ClientTable, Connection
 from service.edge import (

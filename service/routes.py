@@ -9,6 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Query, Request, Response
+from pydantic.json_schema import models_json_schema
+
 from draft_engine_client.wire import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -27,9 +30,6 @@ from draft_engine_client.wire import (
     SessionList,
     VersionInfo,
 )
-from fastapi import APIRouter, Query, Request, Response
-from pydantic.json_schema import models_json_schema
-
 from service.clients import ClientTable, check_hello
 from service.engine import DraftEngine
 from service.errors import NotFoundError, UnavailableError

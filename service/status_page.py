@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draft_engine_client.wire import Limits, ModelFacts
-
 from service.metrics import EngineMetrics
 
 REFRESH_SECONDS = 5

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from draft_engine_client.wire import ModelFacts
 from torch import Tensor
 
+from draft_engine_client.wire import ModelFacts
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 
 _SCRATCH = -1.0

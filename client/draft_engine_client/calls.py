@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
+
 from draft_engine_client import codec
 from draft_engine_client.codec import TensorView
 from draft_engine_client.errors import InvalidReplyError
@@ -14,7 +16,6 @@ from draft_engine_client.replies import CheckedReply, read_reply, require_ok
 from draft_engine_client.sessions import Attempt, SessionMirror, SessionStep
 from draft_engine_client.transport import Channel
 from draft_engine_client.wire import ClientWelcome, ProposeRequest, SessionUpdate
-from numpy.typing import NDArray
 
 _PATH = "/v1/propose"
 _JSON = "application/json"

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
+from pydantic import ValidationError
+
 from draft_engine_client.calls import ProposeCall, keep_alive
 from draft_engine_client.errors import ClientError, LateError, RefusedError
 from draft_engine_client.replies import CheckedReply, Drafts
@@ -24,7 +26,6 @@ from draft_engine_client.settings import ClientSettings
 from draft_engine_client.state import FEATURE_DTYPES, ClientState, ClientStats, Link
 from draft_engine_client.upkeep import FEW_ROWS, Upkeep
 from draft_engine_client.wire import ModelFacts, TargetFingerprint
-from pydantic import ValidationError
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
 from draft_engine_client import codec
 from draft_engine_client.codec import CodecError
 from draft_engine_client.errors import InvalidReplyError, RefusedError
 from draft_engine_client.sessions import Attempt
 from draft_engine_client.transport import HttpReply
 from draft_engine_client.wire import ErrorReply, ProposeReply, SessionReply
-from numpy.typing import NDArray
-from pydantic import ValidationError
 
 _SUM_TOLERANCE = 1e-3
 

@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draft_engine_client import wire
 from pydantic.json_schema import models_json_schema
+
+from draft_engine_client import wire
 
 SCHEMA_PATH = Path(__file__).with_name("wire_schema.json")
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from draft_engine_client.wire import Sampling, SessionReply, SessionUpdate
 from numpy.typing import NDArray
+
+from draft_engine_client.wire import Sampling, SessionReply, SessionUpdate
 
 _BLOCK_ROWS = 128
 _NEVER = -1

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+
 from draft_engine_client.breaker import CircuitBreaker
 from draft_engine_client.sessions import SessionMirror, SessionStep
 from draft_engine_client.settings import ClientSettings

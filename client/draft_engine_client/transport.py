@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpcore
+
 from draft_engine_client.errors import LateError, TransportError
 from draft_engine_client.settings import ClientSettings
 

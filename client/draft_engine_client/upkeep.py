@@ -14,6 +14,8 @@ import logging
 import threading
 import time
 
+from pydantic import ValidationError
+
 from draft_engine_client.breaker import Backoff
 from draft_engine_client.calls import ProposeCall, keep_alive
 from draft_engine_client.errors import ClientError, InvalidReplyError, RefusedError
@@ -22,7 +24,6 @@ from draft_engine_client.sessions import SessionMirror
 from draft_engine_client.state import FEATURE_DTYPES, ClientState, Link
 from draft_engine_client.transport import Channel
 from draft_engine_client.wire import PROTOCOL_VERSION, ClientHello, ClientWelcome
-from pydantic import ValidationError
 
 logger = logging.getLogger(__name__)
 

@@ -22,15 +22,15 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from draft_engine_client.payoff import Payoff, PayoffStats
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.state import ClientStats
 from draft_engine_client.verification import verify_greedy, verify_sampled
 from draft_engine_client.wire import Sampling
-from numpy.typing import NDArray
-from torch import Tensor
-
 from draft_model.target_model import TargetModel
 from service.errors import CapacityError, UnavailableError
 from service.rounds import RoundLog

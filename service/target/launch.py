@@ -11,7 +11,6 @@ from draft_engine_client.client import DraftClient
 from draft_engine_client.payoff import Payoff
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import TargetFingerprint
-
 from draft_model.target_model import TargetModel
 from service.errors import StartupError
 from service.launch import serve

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from draft_engine_client.replies import Drafts
 
+from draft_engine_client.replies import Drafts
 from draft_model.scheduler import StepTimes, schedule_width
 from draft_model.target_model import TargetModel
 

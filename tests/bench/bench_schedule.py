@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from draft_engine_client.client import DraftClient
 from draft_engine_client.payoff import Payoff
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import TargetFingerprint
-from rich.console import Console
-from rich.table import Table
-
 from draft_model.config import DraftConfig
 from draft_model.formats import load_config
 from draft_model.target_model import TargetModel

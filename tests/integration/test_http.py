@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from draft_engine_client import codec, wire
 
+from draft_engine_client import codec, wire
 from service.testing import FakeDrafter
 from tests.support.service import (
     CONTAINER_TYPE,

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from draft_engine_client import codec, wire
-from draft_engine_client.schema import json_schema
 from jsonschema import Draft202012Validator
 
+from draft_engine_client import codec, wire
+from draft_engine_client.schema import json_schema
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 from service import propose
 from service.errors import StartupError

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.state import ClientStats
-
 from draft_model.target_model import TargetModel
 from service.errors import CapacityError, UnavailableError
 from service.target.distribution import TargetSampling, target_distribution

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from draft_engine_client.payoff import Payoff, PayoffSettings
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.state import ClientStats
-
 from draft_model.target_model import TargetModel
 from service.rounds import RoundLog, read_rounds
 from service.target.distribution import TargetSampling

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from draft_engine_client.client import DraftClient
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import TargetFingerprint
-
 from draft_model.target_model import TargetModel
 from service.errors import StartupError
 from service.subprocesses import ServerProcess

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
+
 from draft_engine_client import codec
 from draft_engine_client.codec import TensorView
 from draft_engine_client.wire import (
@@ -30,7 +32,6 @@ from draft_engine_client.wire import (
     SessionUpdate,
     TargetFingerprint,
 )
-from numpy.typing import NDArray
 
 VOCAB_SIZE = 1_000
 WIDTH = 8

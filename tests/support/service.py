@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from draft_engine_client import codec
-from draft_engine_client.codec import TensorView
 
 from attention.cache import PageAllocator
+from draft_engine_client import codec
+from draft_engine_client.codec import TensorView
 from draft_model.drafter import SamplingParams
 from service.app import create_app
 from service.calls import ProposeCall, SessionWork

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from draft_engine_client.client import DraftClient
 from draft_engine_client.codec import TensorView
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import Sampling
-
 from tests.support.adversary import (
     FACTS,
     LIMITS,

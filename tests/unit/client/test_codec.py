@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from draft_engine_client.codec import CodecError, TensorView, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from draft_engine_client.codec import CodecError, TensorView, decode, encode
 
 ITEM_SIZES = {"F16": 2, "BF16": 2, "F32": 4, "I32": 4}
 ROWS = np.arange(12, dtype=np.float16).reshape(3, 4)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import pytest
+
 from draft_engine_client.payoff import Payoff, PayoffSettings, PayoffStats, bucket_of
 
 

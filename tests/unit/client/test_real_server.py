@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from draft_engine_client.client import DraftClient
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.wire import TargetFingerprint
-
 from tests.support.service import HELLO, Server, fresh_drafts, make_harness, make_rows, serving, wait_until
 
 TARGET = TargetFingerprint.model_validate(HELLO["target"])

@@ -6,6 +6,7 @@ import json
 
 import jsonschema
 import pytest
+
 from draft_engine_client import wire
 from draft_engine_client.schema import SCHEMA_PATH, json_schema, schema_text
 

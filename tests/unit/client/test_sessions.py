@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_engine_client.breaker import Backoff, CircuitBreaker
-from draft_engine_client.sessions import RowStore, SessionMirror, SessionStep
-from draft_engine_client.wire import ProposeRequest, SessionReply
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from draft_engine_client.breaker import Backoff, CircuitBreaker
+from draft_engine_client.sessions import RowStore, SessionMirror, SessionStep
+from draft_engine_client.wire import ProposeRequest, SessionReply
 from tests.support.adversary import LIMITS, VOCAB_SIZE, WIDTH, Adversary, Fault, expected_drafts, make_features, row_digest
 
 FLOAT16 = np.dtype(np.float16)

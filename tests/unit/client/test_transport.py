@@ -8,6 +8,7 @@ from typing import Any
 
 import httpcore
 import pytest
+
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.transport import Channel, Deadline, DeadlineStream
 

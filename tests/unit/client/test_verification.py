@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from draft_engine_client.verification import Verdict, verify_greedy, verify_sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from draft_engine_client.verification import Verdict, verify_greedy, verify_sampled
 
 VOCAB_SIZE = 3
 LENGTH = 3

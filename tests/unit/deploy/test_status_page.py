@@ -6,8 +6,8 @@ import base64
 from html.parser import HTMLParser
 
 import pytest
-from draft_engine_client.wire import ModelFacts
 
+from draft_engine_client.wire import ModelFacts
 from service.metrics import EngineMetrics
 from service.routes import wire_limits
 from service.status_page import ServerState, StatusPage

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from draft_engine_client.wire import ClientHello
 
+from draft_engine_client.wire import ClientHello
 from service.clients import ClientTable, Connection, check_hello
 from service.errors import CapacityError, FingerprintError, StateError
 from service.testing import FakeDrafter

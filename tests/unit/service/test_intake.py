@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from draft_engine_client.codec import TensorView
-from draft_engine_client.wire import ProposeRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draft_engine_client.codec import TensorView
+from draft_engine_client.wire import ProposeRequest
 from service.calls import ProposeCall
 from service.errors import RequestError
 from service.intake import ContextRows, build_call

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from draft_engine_client.replies import Drafts
 
+from draft_engine_client.replies import Drafts
 from draft_model.scheduler import StepTimes
 from draft_model.target_model import TargetModel
 from service.errors import StartupError
