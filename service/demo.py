@@ -186,7 +186,7 @@ def print_tables(comparisons: Sequence[Comparison], figures: Sequence[Figure], c
         by_prompt.add_column(title, justify="left" if title in ("prompt", "output") else "right")
     for one in comparisons:
         by_prompt.add_row(
-            f"{one.prompt.kind}: {one.prompt.text[:40]}",
+            f"{one.prompt.kind}: {one.prompt.text[:32]}",
             str(len(one.drafted.token_ids)),
             f"{one.plain.tokens_per_second:.1f}",
             f"{one.drafted.tokens_per_second:.1f}",
