@@ -90,7 +90,7 @@ docs: $(READY) ## write the generated pages of docs/ anew
 	$(BIN)/python -P docs/generate.py
 
 docker-build: ## build the cpu image
-	docker build --file docker/Dockerfile --target cpu --tag draft-engine:0.1.0-cpu .
+	docker build --file docker/Dockerfile --target cpu --build-arg TORCH_INDEX --tag draft-engine:0.1.0-cpu .
 
 docker-test: docker-build ## run compose's profile cpu with a real Docker engine: up, one answer, down
 	sh docker/test.sh

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
+# Namespace, subsystem and unit, which come before the collector that a metric is filed in.
+_PREFIX = ("draft_engine", "", "")
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _CONTEXT_BUCKETS = ((1_024, "<1k"), (4_096, "1k-4k"), (16_384, "4k-16k"), (65_536, "16k-64k"))
 
@@ -36,15 +38,14 @@ class EngineMetrics:
     """The counters of one engine. Methods are called from the worker thread and the event loop; each is thread-safe."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        registry = self.registry
+        registry = self.registry = CollectorRegistry()
         self._accepted: TallyCounter[tuple[str, str, int]] = TallyCounter()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"draft_engine_{name}", text, labels, registry=registry)
+            return Counter(name, text, labels, *_PREFIX, registry)
 
         def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"draft_engine_{name}_seconds", text, buckets=_SECONDS, registry=registry)
+            return Histogram(f"{name}_seconds", text, (), *_PREFIX, registry, buckets=_SECONDS)
 
         self.calls = counter("calls", "Propose calls answered, by code (ok or an error code).", ("code",))
         self.session_errors = counter("session_errors", "Sessions refused inside a call that was answered.", ("code",))
@@ -66,10 +67,12 @@ class EngineMetrics:
         self.forward_failures = counter("forward_failures", "Model calls that raised.", ("stage",))
         self.steps = counter("steps", "Engine steps that served something.")
         self.batch_sessions = Histogram(
-            "draft_engine_batch_sessions",
+            "batch_sessions",
             "Sessions in one draft forward.",
+            (),
+            *_PREFIX,
+            registry,
             buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            registry=registry,
         )
         self.queue_seconds = seconds("queue", "From arrival to admission.")
         self.context_seconds = seconds("context", "Writing the context rows of a step.")
@@ -77,12 +80,13 @@ class EngineMetrics:
         self.head_seconds = seconds("head", "Sequential head of a step.")
         self.call_seconds = seconds("call", "From arrival to reply.")
         self._attention_layers = Gauge(
-            "draft_engine_attention_layers",
+            "attention_layers",
             "Draft layers served by an attention backend through a decode path (fused or flattened).",
             ("backend", "path"),
-            registry=registry,
+            *_PREFIX,
+            registry,
         )
-        self._version = Info("draft_engine_version", "Version of the engine and its draft model.", registry=registry)
+        self._version = Info("version", "Version of the engine and its draft model.", (), *_PREFIX, registry)
 
     def describe(self, **facts: str) -> None:
         """Publish the version facts."""
@@ -95,7 +99,7 @@ class EngineMetrics:
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Publish a gauge that is read when it is scraped."""
-        Gauge(f"draft_engine_{name}", text, registry=self.registry).set_function(read)
+        Gauge(name, text, (), *_PREFIX, self.registry).set_function(read)
 
     def saw_acceptance(self, accepted: int, position: int, coverage: float) -> None:
         """Take note of one verified draft: the target kept its first `accepted` tokens. For the worker thread."""
