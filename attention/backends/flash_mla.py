@@ -15,19 +15,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, import_reasons, missing_package
+from attention.backends.latent_kernel import LATENT, ROPE, LatentKernelBackend, nothing_attended, without_padding
 from attention.cache import PagedKVCache
 from attention.capabilities import AttentionCapabilities, AttentionProblem, QueryLenSupport
 from attention.metadata import BlockMetadata
 
-_MODULE = "flash_mla.flash_mla_interface"
-_LATENT, _ROPE = 512, 64
 
-
-class FlashMlaBackend(AttentionBackend):
+class FlashMlaBackend(LatentKernelBackend):
     """See the module docstring."""
 
     name: ClassVar[str] = "flash_mla"
+    module: ClassVar[str] = "flash_mla.flash_mla_interface"
     capabilities: ClassVar[AttentionCapabilities] = AttentionCapabilities(
         kinds=frozenset({"mla"}),
         query_len_support=QueryLenSupport.UNIFORM,
@@ -38,7 +36,7 @@ class FlashMlaBackend(AttentionBackend):
         device_types=frozenset({"cuda"}),
         max_num_heads=128,
         page_sizes=frozenset({64}),
-        key_value_dims=frozenset({(_LATENT + _ROPE, _LATENT)}),
+        key_value_dims=frozenset({(LATENT + ROPE, LATENT)}),
         # It returns one, whose base is not documented: none is claimed.
         lse_base=None,
         kv_dtype_is_query_dtype=True,
@@ -47,15 +45,9 @@ class FlashMlaBackend(AttentionBackend):
 
     def __init__(self, problem: AttentionProblem) -> None:
         super().__init__(problem)
-        self._module = importlib.import_module(_MODULE)
+        self._module = importlib.import_module(self.module)
         # The metadata object is the batch; an address would come back for another one.
         self._schedule: tuple[weakref.ref[BlockMetadata], int, Any] | None = None
-
-    @classmethod
-    def machine_reasons(cls) -> list[str]:
-        """See `AttentionBackend`."""
-        # Importing takes seconds, so only where it could be of use.
-        return super().machine_reasons() + missing_package("flash_mla") or import_reasons(_MODULE)
 
     def decode(
         self,
@@ -70,22 +62,20 @@ class FlashMlaBackend(AttentionBackend):
         """See `AttentionBackend`; no log-sum-exp is returned."""
         if return_lse:
             raise ValueError("flash_mla claims no log-sum-exp")
-        batch, num_slots, heads, _ = query.shape
+        num_slots = query.shape[1]
         if not metadata.max_seq_len:
-            return query.new_zeros(batch, num_slots, heads, _LATENT), None
+            return nothing_attended(query, with_lse=False)
         output, _ = self._module.flash_mla_with_kvcache(
             q=query.contiguous(),
             k_cache=cache.pages(layer).unsqueeze(2),  # [pages, 64, 1, 576]
             block_table=metadata.page_table,
             cache_seqlens=metadata.seq_lens.clamp(min=num_slots),
-            head_dim_v=_LATENT,
+            head_dim_v=LATENT,
             tile_scheduler_metadata=self._schedule_of(metadata, num_slots),
             softmax_scale=softmax_scale,
             causal=False,
         )
-        if not all(metadata.lengths):
-            output = output.masked_fill((metadata.seq_lens == 0)[:, None, None, None], 0)
-        return output, None
+        return without_padding(output, None, metadata)
 
     def _schedule_of(self, metadata: BlockMetadata, num_slots: int) -> Any:
         if self._schedule is None or self._schedule[0]() is not metadata or self._schedule[1] != num_slots:

@@ -16,20 +16,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, import_reasons, missing_package
+from attention.backends.latent_kernel import LATENT, ROPE, LatentKernelBackend, nothing_attended, without_padding
 from attention.cache import RESERVED_PAGE, PagedKVCache
 from attention.capabilities import AttentionCapabilities, AttentionProblem, QueryLenSupport
 from attention.metadata import BlockMetadata
 
-_MODULE = "flashinfer.mla"
-_LATENT, _ROPE = 512, 64
 _WORKSPACE_BYTES = 128 * 2**20
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(LatentKernelBackend):
     """See the module docstring."""
 
     name: ClassVar[str] = "flashinfer"
+    module: ClassVar[str] = "flashinfer.mla"
     capabilities: ClassVar[AttentionCapabilities] = AttentionCapabilities(
         kinds=frozenset({"mla"}),
         query_len_support=QueryLenSupport.VARLEN,
@@ -39,7 +38,7 @@ class FlashInferBackend(AttentionBackend):
         kv_cache_dtypes=frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn}),
         device_types=frozenset({"cuda"}),
         max_num_heads=128,
-        key_value_dims=frozenset({(_LATENT + _ROPE, _LATENT)}),
+        key_value_dims=frozenset({(LATENT + ROPE, LATENT)}),
         lse_base="2",
         kv_dtype_is_query_dtype=True,
         compute_capabilities=frozenset({(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)}),
@@ -47,16 +46,10 @@ class FlashInferBackend(AttentionBackend):
 
     def __init__(self, problem: AttentionProblem) -> None:
         super().__init__(problem)
-        self._module = importlib.import_module(_MODULE)
+        self._module = importlib.import_module(self.module)
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=problem.device)
         # The metadata object is the batch; an address would come back for another one.
         self._planned: tuple[weakref.ref[BlockMetadata], tuple[int, float, bool], Any] | None = None
-
-    @classmethod
-    def machine_reasons(cls) -> list[str]:
-        """See `AttentionBackend`."""
-        # Importing takes seconds, so only where it could be of use.
-        return super().machine_reasons() + missing_package("flashinfer") or import_reasons(_MODULE)
 
     def decode(
         self,
@@ -71,8 +64,7 @@ class FlashInferBackend(AttentionBackend):
         """See `AttentionBackend`."""
         batch, num_slots, heads, _ = query.shape
         if not metadata.max_seq_len:
-            nothing = query.new_full((batch, num_slots, heads), -torch.inf, dtype=torch.float32)
-            return query.new_zeros(batch, num_slots, heads, _LATENT), nothing if return_lse else None
+            return nothing_attended(query, with_lse=return_lse)
         is_float8 = cache.dtype.itemsize == 1
         result = self._wrapper_for(metadata, num_slots, softmax_scale, return_lse).run(
             query=query.flatten(0, 1).contiguous(),
@@ -81,13 +73,9 @@ class FlashInferBackend(AttentionBackend):
             ckv_scale=cache.key_scale if is_float8 else None,
             kpe_scale=cache.key_scale if is_float8 else None,
         )
-        output: Tensor = (result[0] if return_lse else result).view(batch, num_slots, heads, _LATENT)
+        output: Tensor = (result[0] if return_lse else result).view(batch, num_slots, heads, LATENT)
         lse: Tensor | None = result[1].view(batch, num_slots, heads) if return_lse else None
-        if not all(metadata.lengths):
-            is_padding = (metadata.seq_lens == 0)[:, None, None]
-            output = output.masked_fill(is_padding[..., None], 0)
-            lse = None if lse is None else lse.masked_fill(is_padding, -torch.inf)
-        return output, lse
+        return without_padding(output, lse, metadata)
 
     def _wrapper_for(self, metadata: BlockMetadata, num_slots: int, softmax_scale: float, return_lse: bool) -> Any:
         asked = num_slots, softmax_scale, return_lse
@@ -112,8 +100,8 @@ class FlashInferBackend(AttentionBackend):
                 kv_len_arr=_int32(lengths),
             ),
             num_heads=problem.num_heads,
-            head_dim_ckv=_LATENT,
-            head_dim_kpe=_ROPE,
+            head_dim_ckv=LATENT,
+            head_dim_kpe=ROPE,
             page_size=problem.page_size,
             causal=False,
             sm_scale=softmax_scale,

@@ -17,18 +17,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.backends.base import AttentionBackend, import_reasons, missing_package
+from attention.backends.latent_kernel import LATENT, ROPE, LatentKernelBackend, nothing_attended, without_padding
 from attention.cache import PagedKVCache
 from attention.capabilities import AttentionCapabilities, AttentionProblem, QueryLenSupport
 from attention.metadata import BlockMetadata
 
-# The package imports even where it cannot work and then fails at the first call; its submodule does not.
-_MODULE = "tokenspeed_mla.mla_decode"
-_LATENT, _ROPE = 512, 64
 _TILE_ROWS = 64
 
 
-class TokenSpeedMlaBackend(AttentionBackend):
+class TokenSpeedMlaBackend(LatentKernelBackend):
     """See the module docstring.
 
     Args:
@@ -37,6 +34,8 @@ class TokenSpeedMlaBackend(AttentionBackend):
     """
 
     name: ClassVar[str] = "tokenspeed_mla"
+    # The package imports even where it cannot work and then fails at the first call; its submodule does not.
+    module: ClassVar[str] = "tokenspeed_mla.mla_decode"
     capabilities: ClassVar[AttentionCapabilities] = AttentionCapabilities(
         kinds=frozenset({"mla"}),
         query_len_support=QueryLenSupport.UNIFORM,
@@ -47,7 +46,7 @@ class TokenSpeedMlaBackend(AttentionBackend):
         device_types=frozenset({"cuda"}),
         max_num_heads=128,
         page_sizes=frozenset({32, 64}),
-        key_value_dims=frozenset({(_LATENT + _ROPE, _LATENT)}),
+        key_value_dims=frozenset({(LATENT + ROPE, LATENT)}),
         lse_base="2",
         kv_dtype_is_query_dtype=True,
         compute_capabilities=frozenset({(10, 0), (10, 3), (10, 7)}),
@@ -55,19 +54,13 @@ class TokenSpeedMlaBackend(AttentionBackend):
 
     def __init__(self, problem: AttentionProblem, *, num_sms: int | None = None) -> None:
         super().__init__(problem)
-        self._kernel = importlib.import_module(_MODULE).tokenspeed_mla_decode
+        self._kernel = importlib.import_module(self.module).tokenspeed_mla_decode
         if num_sms is None:
             num_sms = torch.cuda.get_device_properties(problem.device).multi_processor_count
         # Partial sums of all splits: the kernel keeps tiles * splits below the number of multiprocessors, and a row of a split
         # is L + 1 floats. The flattened path has more requests of fewer rows, which changes neither bound.
         rows = max(problem.draft_block_size * problem.num_heads, _TILE_ROWS)
-        self._workspace = torch.empty(num_sms * rows * (_LATENT + 1) * 4, dtype=torch.int8, device=problem.device)
-
-    @classmethod
-    def machine_reasons(cls) -> list[str]:
-        """See `AttentionBackend`."""
-        # Importing takes seconds, so only where it could be of use.
-        return super().machine_reasons() + missing_package("tokenspeed_mla") or import_reasons(_MODULE)
+        self._workspace = torch.empty(num_sms * rows * (LATENT + 1) * 4, dtype=torch.int8, device=problem.device)
 
     def decode(
         self,
@@ -80,10 +73,9 @@ class TokenSpeedMlaBackend(AttentionBackend):
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See `AttentionBackend`."""
-        batch, num_slots, heads, _ = query.shape
+        num_slots = query.shape[1]
         if not metadata.max_seq_len:
-            nothing = query.new_full((batch, num_slots, heads), -torch.inf, dtype=torch.float32)
-            return query.new_zeros(batch, num_slots, heads, _LATENT), nothing if return_lse else None
+            return nothing_attended(query, with_lse=return_lse)
         kernel_query = query
         if cache.dtype.itemsize == 1:
             limit = torch.finfo(cache.dtype).max
@@ -92,8 +84,8 @@ class TokenSpeedMlaBackend(AttentionBackend):
             query=kernel_query.contiguous(),
             kv_cache=cache.pages(layer),
             workspace_buffer=self._workspace,
-            kv_lora_rank=_LATENT,
-            qk_rope_head_dim=_ROPE,
+            kv_lora_rank=LATENT,
+            qk_rope_head_dim=ROPE,
             block_tables=metadata.page_table,
             # A length of 0 leaves the output as it was allocated.
             seq_lens=metadata.seq_lens.clamp(min=num_slots),
@@ -108,8 +100,5 @@ class TokenSpeedMlaBackend(AttentionBackend):
         )
         output: Tensor = result[0] if return_lse else result
         lse: Tensor | None = result[1] if return_lse else None
-        if not all(metadata.lengths):
-            is_padding = (metadata.seq_lens == 0)[:, None, None]
-            output = output.masked_fill(is_padding[..., None], 0)
-            lse = None if lse is None else lse.masked_fill(is_padding, -torch.inf)
+        output, lse = without_padding(output, lse, metadata)
         return output.to(query.dtype), lse
