@@ -112,43 +112,22 @@ def _serve(settings: ServeSettings) -> int:
 
 
 def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:
-    """Load the draft model and, with the shipped one, the hash of its target's tokenizer."""
-    import torch
-
+    """Load the draft model and, where its target's folder has one, the hash of the tokenizer."""
     from attention.selector import AttentionSelectionError
-    from draft_model.drafter import Drafter
-    from service.shipped import shipped_drafter
+    from service.loading import load_drafter, model_folders, tokenizer_folder
     from service.target.text import TargetTokenizer
-    from service.target.weights import default_cache_dir, ensure_target
 
     _set_threads(settings.threads)
-    path, target_path = settings.model, settings.target_model
-    if path is None:
-        path = shipped_drafter()
-        target_path = target_path or ensure_target(default_cache_dir(), logger.info)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise StartupError(f"--device {device}: no CUDA device is available")
+    path, target_path = model_folders(settings)
     try:
-        drafter = Drafter.load(
-            path,
-            target_path=target_path,
-            device=device,
-            dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-            kv_cache_memory=settings.kv_cache_memory,
-            page_size=settings.page_size,
-            attention_backend=settings.attention_backend,
-            context_bias=settings.context_bias,
-        )
+        drafter = load_drafter(settings, path, target_path)
     except AttentionSelectionError as error:
         raise StartupError(str(error)) from error
     for layer, selection in enumerate(drafter.selections):
         logger.info("layer %d: %s", layer, selection)
     drafter.warm_up()
-    has_tokenizer = target_path is not None and (target_path / "tokenizer.json").is_file()
-    return drafter, TargetTokenizer(target_path).hash if target_path is not None and has_tokenizer else None
+    tokenizer = tokenizer_folder(target_path)
+    return drafter, None if tokenizer is None else TargetTokenizer(tokenizer).hash
 
 
 def _target(settings: Any) -> int:

@@ -44,11 +44,10 @@ from draft_model.errors import DraftModelError
 from draft_model.formats import load_config
 from service.errors import ServiceError, StartupError
 from service.inspect import describe
+from service.loading import load_drafter, model_folders, tokenizer_folder
 from service.settings import Bytes, ServeSettings, unknown_environment
-from service.shipped import shipped_drafter
 from service.target.settings import TargetSettings
 from service.target.text import TargetTokenizer
-from service.target.weights import default_cache_dir, ensure_target
 
 logger = logging.getLogger(__name__)
 
@@ -222,31 +221,17 @@ class Doctor:
 
     def _check_model(self) -> Iterator[Check]:
         settings = self._settings
-        path = settings.model or shipped_drafter()
-        self._target_path = settings.target_model
-        if settings.model is None and self._target_path is None:
-            self._target_path = ensure_target(default_cache_dir(), logger.info)
+        path, self._target_path = model_folders(settings)
         self._config = config = load_config(path)
         facts = describe(config)
         yield Check("draft model", Verdict.OK, f"{path}: {facts['format']}; {facts['backbone']}; {facts['block']}")
         if not settings.load_model:
             yield Check("attention", Verdict.SKIP, "--no-load-model")
             return
-        device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise StartupError(f"--device {device}: no CUDA device is available")
         row_bytes = config.num_layers * config.kv_row_width * 4
         pages = 3 + (_CONTEXT_ROWS + config.draft_block_size) // settings.page_size
         try:
-            drafter = Drafter.load(
-                path,
-                target_path=self._target_path,
-                device=device,
-                dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-                kv_cache_memory=pages * settings.page_size * row_bytes,
-                page_size=settings.page_size,
-                attention_backend=settings.attention_backend,
-            )
+            drafter = load_drafter(settings, path, self._target_path, kv_cache_memory=pages * settings.page_size * row_bytes)
         except AttentionSelectionError as error:
             yield Check("attention", Verdict.FAIL, str(error))
             return
@@ -283,8 +268,8 @@ class Doctor:
         if differences:
             yield Check("target", Verdict.FAIL, f"{self._target_path}: {'; '.join(differences)}")
             return
-        has_tokenizer = (self._target_path / "tokenizer.json").is_file()
-        tokenizer = f"tokenizer {TargetTokenizer(self._target_path).hash[:16]}" if has_tokenizer else "no tokenizer.json"
+        folder = tokenizer_folder(self._target_path)
+        tokenizer = "no tokenizer.json" if folder is None else f"tokenizer {TargetTokenizer(folder).hash[:16]}"
         yield Check("target", Verdict.OK, f"{self._target_path}: fits the drafter; {tokenizer}")
 
     def _check_server(self) -> Iterator[Check]:

@@ -25,6 +25,7 @@ from draft_model.config import DraftConfig, MlaGeometry
 from draft_model.formats import load_config
 from draft_model.linear import compute_dtype
 from service.errors import StartupError
+from service.loading import resolve_device
 from service.settings import EngineSettings
 
 
@@ -116,7 +117,7 @@ def survey_layers(config: DraftConfig, settings: InspectSettings) -> list[LayerS
     override = settings.attention_backend
     if override is not None and override not in BACKENDS:
         raise StartupError(f"--attention-backend {override}: unknown; known: {', '.join(BACKENDS)}")
-    device = _device(settings.device)
+    device = resolve_device(settings.device)
     weight_dtype = config.stored_dtype or torch.float16
     if settings.dtype != "auto":
         weight_dtype = getattr(torch, settings.dtype)
@@ -126,15 +127,6 @@ def survey_layers(config: DraftConfig, settings: InspectSettings) -> list[LayerS
         problem = attention_problem(config, layer, page_size=settings.page_size, device=device, dtype=dtype)
         layers.setdefault(problem, []).append(layer)
     return [LayerSurvey(tuple(own), survey_attention(problem, override)) for problem, own in layers.items()]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise StartupError(f"--device {name}: no such device; auto, cpu, cuda or cuda:N") from error
 
 
 def _as_table(own: LayerSurvey) -> Table:
