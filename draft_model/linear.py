@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draft_model.target_model import PackedLinear
+WeightDtype = Literal["float16", "float32"]
+
+# FBGEMM multiplies in tiles of up to six rows; tiles of one or two rows sum in another order than the others.
+_TILE_ROWS = 6
+_MIN_TILE_ROWS = 3
+
+
+def padded_rows(rows: int) -> int:
+    """Return the smallest row count >= `rows` for which every FBGEMM tile sums in the same order."""
+    tail = rows % _TILE_ROWS
+    if 0 < tail < _MIN_TILE_ROWS or rows < _MIN_TILE_ROWS:
+        return rows - tail + _MIN_TILE_ROWS
+    return rows
+
+
+def has_packed_float16() -> bool:
+    """Tell whether this build of torch has FBGEMM's float16-weight linear (x86-64 builds do)."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class PackedLinear:
+    """`y = x @ weight.T` for few rows, with the weight packed once.
+
+    float16 weights halve what a step reads from memory; sums stay in float32. Without FBGEMM the weight is rounded to the
+    same float16 values and kept in float32.
+    """
+
+    def __init__(self, weight: Tensor, dtype: WeightDtype) -> None:
+        self._packed = None
+        if dtype == "float16" and has_packed_float16():
+            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), None)
+        else:
+            self._weight = weight.to(getattr(torch, dtype)).float().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [T, in] float32 to [T, out] float32."""
+        if self._packed is not None:
+            out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+            return out
+        return F.linear(x, self._weight)
 
 
 class Linear:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_model.errors import CheckpointError
-from draft_model.target_model import TargetModel, has_packed_float16, padded_rows
+from draft_model.linear import has_packed_float16, padded_rows
+from draft_model.target_model import TargetModel
 from tests.support.tiny_target import VOCAB_SIZE, write_tiny_target
 
 
