@@ -18,21 +18,14 @@ _BIGRAM_BATCH = 256
 
 
 def build_draft(
-    shape: MlaShape,
-    target: TargetModel,
-    draft_to_target: Tensor,
-    token_weights: Tensor,
-    *,
-    mask_token_id: int,
-    seed: int,
+    shape: MlaShape, target: TargetModel, draft_to_target: Tensor, *, mask_token_id: int, seed: int
 ) -> DenseMlaDraft:
-    """Make a draft model that shares the target's embedding and LM head.
+    """Make a draft model that shares the target's embedding and LM head; its Markov head is random still.
 
     Args:
         shape: sizes
-        target: gives embedding, head rows of the draft vocabulary and the bigram
+        target: gives embedding and head rows of the draft vocabulary
         draft_to_target: [D] target id of each draft id
-        token_weights: [V] how often each token occurs
         mask_token_id: fills slots 1..S-1 of a block
         seed: of the random part
     """
@@ -45,11 +38,24 @@ def build_draft(
     nn.init.zeros_(model.confidence_head.proj.bias)
     with torch.no_grad():
         model.final_norm.weight.copy_(0.5 * target.final_norm)
-        embedded, bias = bigram_factors(target, draft_to_target, token_weights, shape.markov_rank)
-        model.markov_head.markov_w1.weight.zero_()
-        model.markov_head.markov_w1.weight[draft_to_target] = embedded
-        model.markov_head.markov_w2.weight.copy_(bias)
     return model
+
+
+@torch.no_grad()
+def start_from_bigram(model: DenseMlaDraft, target: TargetModel, draft_to_target: Tensor, token_weights: Tensor) -> None:
+    """Give the Markov head the target's own bigram; takes as long as a minute of training, so a resumed run goes without.
+
+    Args:
+        model: made by `build_draft`
+        target: gives the bigram
+        draft_to_target: [D] target id of each draft id
+        token_weights: [V] how often each token occurs
+    """
+    embedded, bias = bigram_factors(target, draft_to_target, token_weights, model.shape.markov_rank)
+    first = model.markov_head.markov_w1.weight
+    first.zero_()
+    first[draft_to_target] = embedded.to(first.device)
+    model.markov_head.markov_w2.weight.copy_(bias)
 
 
 @torch.inference_mode()

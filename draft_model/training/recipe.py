@@ -21,7 +21,7 @@ from draft_model.training.dataset import BatchStream, CachedSequence, load_cache
 from draft_model.training.evaluation import Acceptance
 from draft_model.training.export import export_checkpoint
 from draft_model.training.features import cache_features
-from draft_model.training.initialisation import build_draft
+from draft_model.training.initialisation import build_draft, start_from_bigram
 from draft_model.training.losses import LossWeights
 from draft_model.training.selfplay import ChatFormat, SelfPlaySettings, write_chats
 from draft_model.training.sequences import load_sequences
@@ -110,7 +110,7 @@ def run(settings: TrainSettings, target_path: Path, report: Callable[[str], None
         rope_theta=settings.rope_theta,
     )
     # Token 0 is <|endoftext|> in SmolLM2 and never appears inside a chat.
-    model = build_draft(shape, target, draft_to_target, mass, mask_token_id=0, seed=settings.seed)
+    model = build_draft(shape, target, draft_to_target, mask_token_id=0, seed=settings.seed)
     report(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     trainer = Trainer(
         model.to(settings.device),
@@ -132,6 +132,8 @@ def run(settings: TrainSettings, target_path: Path, report: Callable[[str], None
     )
     if trainer.resume():
         report(f"going on from step {trainer.step}")
+    else:
+        start_from_bigram(model, target, draft_to_target, mass)
     acceptance = trainer.run(report)
     export_checkpoint(
         model,
