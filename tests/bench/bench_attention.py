@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -31,12 +30,13 @@ from attention.block_attention import BlockAttention, BlockMetadata
 from attention.cache import PagedKVCache
 from attention.capabilities import AttentionProblem
 from attention.selector import DecodePath, Selection
+from service.figures import Figure, write_figures
 
 _LATENT, _ROPE, _SLOTS, _PAGE_SIZE = 512, 64, 7, 64
 _SCALE = 192**-0.5
 _MIN_ROUNDS, _CELL_SECONDS = 5, 1.5
 # The embedded drafter's own block: a lone request on a short context.
-_SERVED_HEADS, _SERVED_SLOTS, _SERVED_CONTEXTS = 9, 4, (300, 2000)
+_SERVED_HEADS, _SERVED_SLOTS, _SERVED_CONTEXTS = 9, 3, (300, 2000)
 
 _HEADER = (
     "dtype     heads slots batch context    fused ms  flattened ms  dense SDPA ms  flat/fused  of limit  us/query row"
@@ -156,7 +156,7 @@ def measure_cell(dtype: torch.dtype, num_heads: int, num_slots: int, batch_size:
     return Cell(name, num_heads, num_slots, batch_size, context, rounds, times[0], times[1], times[2], limit_ms, machine)
 
 
-def _figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def _figures(cells: Sequence[Cell]) -> list[Figure]:
     """What is to be reached, and whether it was."""
     grid = [cell for cell in cells if cell.num_slots == _SLOTS]
     (key,) = [cell for cell in grid if (cell.dtype, cell.num_heads, cell.batch_size, cell.context) == ("float32", 8, 8, 4096)]
@@ -166,14 +166,16 @@ def _figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         ("share of the machine's limit at 8 heads, batch 8, context 4k, float32", key.share_of_limit, "", 0.6),
     ]
     rows += [
-        (f"fused, one request, 4 slots, 9 heads, context {cell.context}, float32", 1000 * cell.fused_ms, "us", None)
+        (
+            f"fused, one request, {_SERVED_SLOTS} slots, {_SERVED_HEADS} heads, context {cell.context}, float32",
+            1000 * cell.fused_ms,
+            "us",
+            None,
+        )
         for cell in cells
         if cell.num_slots == _SERVED_SLOTS
     ]
-    return [
-        {"name": name, "value": round(value, 3), "unit": unit, "to_reach": goal, "ok": goal is None or value >= goal}
-        for name, value, unit, goal in rows
-    ]
+    return [Figure(name, value, unit, goal) for name, value, unit, goal in rows]
 
 
 def _commit() -> str:
@@ -214,9 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(_line(cell))
     figures = _figures(cells)
     for figure in figures:
-        goal = "" if figure["to_reach"] is None else f", to reach {figure['to_reach']}: {'yes' if figure['ok'] else 'NO'}"
-        _say(f"{figure['name']}: {figure['value']} {figure['unit']}{goal}")
-    result = {
+        goal = "" if figure.to_reach is None else f", to reach {figure.to_reach}: {'yes' if figure.ok else 'NO'}"
+        _say(f"{figure.name}: {figure.value:.3f} {figure.unit}{goal}")
+    details = {
         "bench": "attention",
         "commit": _commit(),
         "torch": torch.__version__,
@@ -224,12 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": platform.processor() or platform.machine(),
         "num_threads": torch.get_num_threads(),
         "cells": [asdict(cell) for cell in cells],
-        "figures": figures,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    _say(json.dumps(result))
-    return 0 if all(figure["ok"] for figure in figures) else 1
+    write_figures(options.output, figures, details)
+    _say(json.dumps(json.loads(options.output.read_text())))
+    return 0 if all(figure.ok for figure in figures) else 1
 
 
 if __name__ == "__main__":

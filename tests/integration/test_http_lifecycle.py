@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,7 @@ from service.settings import ServeSettings
 from service.testing import FakeDrafter
 from tests.support.service import (
     HELLO,
+    GatedDrafter,
     Server,
     Update,
     container_body,
@@ -49,19 +50,6 @@ from tests.support.service import (
 )
 
 KEY = "a-secret-key"
-
-
-@dataclass
-class GatedDrafter(FakeDrafter):
-    """A fake whose next forward waits until the test opens the gate."""
-
-    entered: threading.Event = field(default_factory=threading.Event)
-    gate: threading.Event = field(default_factory=threading.Event)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
-        self.entered.set()
-        assert self.gate.wait(20)
-        return super().draft(requests)
 
 
 def raw_request(server: Server, body: bytes) -> bytes:

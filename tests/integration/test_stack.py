@@ -13,7 +13,7 @@ from tests.integration.test_target_engine import LAYERS
 from tests.support.compose import Project, load_compose
 from tests.support.draft_model import make_tiny_drafter
 from tests.support.stack import find_prometheus, run_load, run_stack, wait_for_drafts
-from tests.support.tiny_target import CONFIG, VOCAB_SIZE, write_tiny_target
+from tests.support.tiny_target import write_tiny_target
 
 pytestmark = pytest.mark.slow
 
@@ -36,15 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str
     """A pair small enough to come up at once, in the place of the one that the compose file serves."""
     folder = tmp_path_factory.mktemp("models")
     target = write_tiny_target(folder / "target", seed=3)
-    draft = make_tiny_drafter(
-        folder / "draft",
-        vocab_size=VOCAB_SIZE,
-        mask_token_id=VOCAB_SIZE - 1,
-        target_hidden_size=CONFIG["hidden_size"],
-        target_num_hidden_layers=CONFIG["num_hidden_layers"],
-        target_layer_ids=list(LAYERS),
-        num_target_layers=len(LAYERS),
-    )
+    draft = make_tiny_drafter(folder / "draft")
     layers = ",".join(str(layer) for layer in LAYERS)
     small = {"OMP_NUM_THREADS": "1"}
     return {

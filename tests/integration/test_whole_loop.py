@@ -33,15 +33,7 @@ def target_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft_folder(tmp_path_factory) -> Path:
-    return make_tiny_drafter(
-        tmp_path_factory.mktemp("draft") / "tiny",
-        vocab_size=VOCAB_SIZE,
-        mask_token_id=VOCAB_SIZE - 1,
-        target_hidden_size=CONFIG["hidden_size"],
-        target_num_hidden_layers=CONFIG["num_hidden_layers"],
-        target_layer_ids=list(LAYERS),
-        num_target_layers=len(LAYERS),
-    )
+    return make_tiny_drafter(tmp_path_factory.mktemp("draft") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from attention.cache import PageAllocator
 from draft_engine_client import codec
 from draft_engine_client.codec import TensorView
-from draft_model.drafter import SamplingParams
+from draft_model.drafter import DraftProposal, DraftRequest, SamplingParams
 from service.app import create_app
 from service.calls import ProposeCall, SessionWork
 from service.clients import ClientTable
@@ -30,6 +30,20 @@ from service.prefix_cache import PrefixCache
 from service.sessions import SessionChange, SessionKey, SessionTable
 from service.settings import EngineLimits, ServeSettings
 from service.testing import FakeDrafter, expected_drafts, row_digest
+
+
+@dataclass
+class GatedDrafter(FakeDrafter):
+    """A fake whose next forward waits until the test opens the gate."""
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
+        self.entered.set()
+        assert self.gate.wait(20)
+        return super().draft(requests)
+
 
 LIMITS = EngineLimits(
     max_sessions=16,

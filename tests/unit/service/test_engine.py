@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
@@ -16,24 +15,11 @@ from service.engine import DraftEngine, cut_by_survival, proposal_problem
 from service.errors import ApiError
 from service.sessions import SessionKey
 from service.testing import FakeDrafter
-from tests.support.service import fresh_drafts, make_call, make_harness, make_work, running
+from tests.support.service import GatedDrafter, fresh_drafts, make_call, make_harness, make_work, running
 
 
 def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 30))
-
-
-@dataclass
-class GatedDrafter(FakeDrafter):
-    """A fake whose next forward waits until the test opens the gate."""
-
-    entered: threading.Event = field(default_factory=threading.Event)
-    gate: threading.Event = field(default_factory=threading.Event)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
-        self.entered.set()
-        assert self.gate.wait(20)
-        return super().draft(requests)
 
 
 async def until_waiting(engine: DraftEngine, count: int) -> None:
