@@ -7,6 +7,7 @@ neighbours are served.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def _work(
             start=update.start,
             num_rows=update.num_rows,
             scratch_rows=facts.draft_block_size if update.num_draft_tokens else 0,
-            namespace=request.client_id,
+            namespace=_namespace(request.client_id, update),
             prefix_token_ids=update.prefix_token_ids,
         ),
         token_ids=token_ids,
@@ -99,6 +100,12 @@ def _work(
         confidence_threshold=update.confidence_threshold,
         refused=refused,
     )
+
+
+def _namespace(client_id: str, update: SessionUpdate) -> str:
+    """Name those whose prefix pages may be shared; as JSON, so that no salt can spell another client's namespace."""
+    owner = ["client", client_id] if update.cache_salt is None else ["salt", update.cache_salt]
+    return json.dumps([*owner, update.context_id])
 
 
 def _check_sizes(request: ProposeRequest, rows: ContextRows, limits: EngineLimits) -> None:

@@ -52,6 +52,8 @@ class SessionStep:
         sampling: how drafts are drawn.
         draft_probs_topk: size of the returned distributions; 0 returns none.
         prefix_token_ids: tokens of [0, start) for a session that begins at start > 0, to find it in the prefix cache.
+        cache_salt: share prefix pages with every client that gives the same; None keeps them to this client.
+        context_id: what the features depend on besides the tokens (adapter, images); the first step's counts.
     """
 
     session_id: str
@@ -63,6 +65,8 @@ class SessionStep:
     sampling: Sampling = _GREEDY
     draft_probs_topk: int = 0
     prefix_token_ids: Sequence[int] = ()
+    cache_salt: str | None = None
+    context_id: str | None = None
 
 
 def _are_finite(features: NDArray[Any]) -> bool:
@@ -174,6 +178,7 @@ class SessionMirror:
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._next_incarnation = next_incarnation
+        self._cache_salt, self._context_id = first.cache_salt, first.context_id
         self._incarnation = self._seq = 0
         self._acked_end = self._opened_at = self._sent_end = _NEVER
         self._begin(max(first.start, 0), first.prefix_token_ids)
@@ -296,6 +301,8 @@ class SessionMirror:
             draft_probs="topk" if topk else "none",
             draft_probs_topk=topk or 64,
             prefix_token_ids=tuple(prefix),
+            cache_salt=self._cache_salt,
+            context_id=self._context_id,
         )
         attempt = Attempt(self._incarnation, self._seq, start, end, update.num_draft_tokens, topk > 0)
         self._seq += 1

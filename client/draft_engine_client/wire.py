@@ -126,6 +126,12 @@ class SessionUpdate(Message):
     prefix_token_ids: tuple[TokenId, ...] = Field(
         (), description="tokens of positions [0, start) of a session that opens at start > 0, to find them in the prefix cache"
     )
+    cache_salt: Name | None = Field(
+        None, description="clients that give the same salt share prefix pages; without one a client shares with itself alone"
+    )
+    context_id: Name | None = Field(
+        None, description="what the rows depend on besides the tokens (adapter, images); two that differ share no prefix pages"
+    )
 
 
 class ProposeRequest(Message):
@@ -194,6 +200,7 @@ class ProposeReply(Message):
     """
 
     server_id: str
+    draft_version: str = Field("", description="changes when the server is given another drafter; see ModelEntry")
     sessions: tuple[SessionReply, ...]
     timings: Timings
 
@@ -232,6 +239,7 @@ class ModelEntry(Message):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "draft-engine"
+    draft_version: str = Field("", description="which drafter of this process it is, and the start of its fingerprint")
     draft: ModelFacts
     limits: Limits
 

@@ -220,6 +220,30 @@ def test_a_prefix_brings_back_the_pages_of_another_session(server: Server) -> No
     assert foreign["rows_held"] == 1, "another client's rows are never attached"
 
 
+def test_tenants_share_a_prefix_only_under_one_salt_and_one_context(server: Server) -> None:
+    """Neither a salt that spells another client's id nor the same tokens under another adapter reaches somebody's pages."""
+    tokens = list(range(40, 52))
+    owner, stranger = shake_hands(server.http), shake_hands(server.http)
+
+    def rows_found(client_id: str, name: str, **more: Any) -> int:
+        update = Update(name, 12, [3], more={"prefix_token_ids": tokens, **more})
+        found = reply_of(post_container(server.http, container_body(client_id, update)))["sessions"][0]
+        expected = fresh_drafts([*tokens, 3]) if found["rows_held"] == 13 else fresh_drafts([3], start=12)
+        assert found["draft_token_ids"] == expected
+        return int(found["rows_held"]) - 1
+
+    salted = {"cache_salt": "team", "context_id": "adapter-1"}
+    reply_of(post_container(server.http, container_body(owner, Update("own", 0, tokens))))
+    reply_of(post_container(server.http, container_body(owner, Update("salted", 0, tokens, more=salted))))
+    assert rows_found(owner, "1") == 12
+    assert rows_found(stranger, "1") == 0
+    assert rows_found(stranger, "2", cache_salt=owner) == 0
+    assert rows_found(stranger, "3", cache_salt="team") == 0
+    assert rows_found(stranger, "4", **{**salted, "context_id": "adapter-2"}) == 0
+    assert rows_found(stranger, "5", **salted) == 12
+    assert rows_found(owner, "6", context_id="adapter-1") == 0
+
+
 def test_finished_sessions_are_closed(server: Server) -> None:
     client_id = shake_hands(server.http)
     reply_of(post_container(server.http, container_body(client_id, Update("a", 0, [1]), Update("b", 0, [2]))))
