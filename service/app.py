@@ -19,7 +19,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from draft_engine_client.wire import ModelFacts
 from service.clients import ClientTable
 from service.edge import AsgiApp, Edge, Receive, Scope, Send, with_json_body
 from service.engine import DraftEngine
@@ -27,7 +26,7 @@ from service.exception_handlers import EXCEPTION_HANDLERS
 from service.metrics import EngineMetrics
 from service.propose import ProposeEndpoint
 from service.routes import Services, build_router, describe_propose
-from service.settings import EngineLimits
+from service.serving import Reloader, Serving
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +40,26 @@ def create_app(
     *,
     engine: DraftEngine,
     clients: ClientTable,
-    facts: ModelFacts,
-    limits: EngineLimits,
+    serving: Serving,
+    reloader: Reloader,
     metrics: EngineMetrics,
     version: str,
     api_key: str | None = None,
-    tokenizer_hash: str | None = None,
 ) -> AsgiApp:
     """Build the application. The engine must not have been started; the lifespan starts and stops it.
 
     Args:
         engine: serves the calls.
         clients: knows the callers, and the id of this process.
-        facts: what clients are told of the draft model.
-        limits: what calls are held to.
+        serving: the drafter, as clients are told of it, and what calls are held to.
+        reloader: exchanges it.
         metrics: of the engine; the application adds gauges of its own.
         version: of the server.
         api_key: when set, every route but health needs it.
-        tokenizer_hash: of the target the drafter was trained for, where it is known.
     """
-    services = Services(engine, clients, facts, limits, metrics, version, tokenizer_hash, time.time())
-    metrics.describe(version=version, model=facts.model_id, fingerprint=facts.fingerprint)
-    metrics.describe_attention(facts.attention_backends, facts.decode_paths)
+    services = Services(engine, clients, serving, reloader, metrics, version, time.time())
+    metrics.describe(version)
+    metrics.describe_draft(serving.draft.facts, serving.draft.version)
     metrics.track("clients", "Clients that have shaken hands.", lambda: float(len(clients)))
     metrics.track("sessions", "Sessions held.", lambda: float(engine.num_sessions))
     metrics.track("free_pages", "Pages of the context pool that nobody holds.", lambda: float(engine.num_free_pages))
@@ -91,7 +88,7 @@ def create_app(
     )
     documented.include_router(build_router(services))
     documented.openapi = lambda: _openapi(documented, needs_key=api_key is not None)  # type: ignore[method-assign]
-    propose = ProposeEndpoint(engine, clients, facts, limits, metrics)
+    propose = ProposeEndpoint(engine, clients, serving, metrics)
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -80,7 +80,10 @@ class CallTimings:
 
 @dataclass(eq=False)
 class ProposeCall:
-    """One propose request. `is_cancelled` may be set from the event loop at any time; times are of time.monotonic()."""
+    """One propose request. `is_cancelled` may be set from the event loop at any time; times are of time.monotonic().
+
+    `draft_version` is the drafter that the call was checked against; None where nobody exchanges it.
+    """
 
     client_id: str
     items: list[SessionWork]
@@ -88,6 +91,7 @@ class ProposeCall:
     arrived_at: float
     deadline_ms: float | None = None
     has_constant_rows: bool = False
+    draft_version: str | None = None
     is_cancelled: bool = False
     is_started: bool = False
     timings: CallTimings = field(default_factory=CallTimings)

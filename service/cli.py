@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from draft_model.drafter import Drafter
+    from service.metrics import EngineMetrics
+    from service.serving import LoadedDraft
 
 logger = logging.getLogger("service.cli")
 
@@ -64,20 +66,62 @@ def version() -> str:
 def _serve(settings: ServeSettings) -> int:
     import secrets
 
-    from attention.cache import PageAllocator
     from service.app import create_app
     from service.clients import ClientTable
     from service.engine import DraftEngine
-    from service.facts import model_facts
     from service.launch import serve
     from service.metrics import EngineMetrics
+    from service.serving import Reloader, Serving
+
+    metrics = EngineMetrics()
+    first = _load_draft(settings, metrics)
+    engine = DraftEngine(
+        first.model,
+        first.sessions,
+        first.limits,
+        metrics,
+        on_worker_start=lambda: _set_threads(settings.threads),
+        problems=first.problems,
+    )
+    clients = ClientTable(
+        server_id=f"server-{secrets.token_hex(8)}",
+        lease_seconds=settings.lease_seconds,
+        disconnect_grace_seconds=settings.disconnect_grace_seconds,
+        max_clients=settings.max_sessions,
+    )
+    serving = Serving(first.facts, first.limits, first.tokenizer_hash)
+    reloader = Reloader(
+        engine=engine,
+        clients=clients,
+        serving=serving,
+        metrics=metrics,
+        load=lambda path: _load_draft(settings if path is None else settings.model_copy(update={"model": path}), metrics),
+        model_root=settings.model_root,
+    )
+    app = create_app(
+        engine=engine,
+        clients=clients,
+        serving=serving,
+        metrics=metrics,
+        version=version(),
+        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
+        reloader=reloader,
+    )
+    serve(app, settings, on_drain=engine.drain, on_reload=reloader.reload_soon)
+    return 0
+
+
+def _load_draft(settings: ServeSettings, metrics: EngineMetrics) -> LoadedDraft:
+    """Load the draft model with its pool and its session table, and run its canary."""
+    from attention.cache import PageAllocator
+    from service.facts import model_facts
     from service.prefix_cache import PrefixCache
+    from service.serving import LoadedDraft
     from service.sessions import SessionTable
     from service.settings import EngineLimits
 
     drafter, tokenizer_hash = _load_drafter(settings)
     limits = EngineLimits.resolve(settings, drafter.config.max_position)
-    metrics = EngineMetrics()
     allocator = PageAllocator(drafter.cache.num_pages)
     prefix_cache = None
     if settings.prefix_cache:
@@ -90,25 +134,8 @@ def _serve(settings: ServeSettings) -> int:
         prefix_cache=prefix_cache,
         on_evicted=lambda reason, count: metrics.evictions.labels(reason).inc(count),
     )
-    engine = DraftEngine(drafter, sessions, limits, metrics, on_worker_start=lambda: _set_threads(settings.threads))
-    clients = ClientTable(
-        server_id=f"server-{secrets.token_hex(8)}",
-        lease_seconds=settings.lease_seconds,
-        disconnect_grace_seconds=settings.disconnect_grace_seconds,
-        max_clients=settings.max_sessions,
-    )
-    app = create_app(
-        engine=engine,
-        clients=clients,
-        facts=model_facts(drafter, settings.served_model_name or _shipped_or_folder_name(settings.model)),
-        limits=limits,
-        metrics=metrics,
-        version=version(),
-        api_key=settings.api_key.get_secret_value() if settings.api_key else None,
-        tokenizer_hash=tokenizer_hash,
-    )
-    serve(app, settings, on_drain=engine.drain)
-    return 0
+    facts = model_facts(drafter, settings.served_model_name or _shipped_or_folder_name(settings.model))
+    return LoadedDraft(drafter, sessions, facts, limits, tokenizer_hash)
 
 
 def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:

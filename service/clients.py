@@ -125,6 +125,11 @@ class ClientTable:
         self._bind(client, connection)
         return client
 
+    def forget_all(self) -> None:
+        """Have every client shake hands again; their sessions are gone already."""
+        self._clients.clear()
+        self._lonely.clear()
+
     def departed(self, now: float) -> list[Departure]:
         """Forget the clients that have left, and return them."""
         left: list[Departure] = []

@@ -67,6 +67,7 @@ class DraftEngine:
         model: owned by the worker thread from `start` to `stop`.
         sessions: likewise.
         on_worker_start: run first in the worker thread, for settings that are kept per thread.
+        problems: what a canary found; they stand as warnings for as long as the drafter is served.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class DraftEngine:
         metrics: EngineMetrics,
         *,
         on_worker_start: Callable[[], None] = lambda: None,
+        problems: Sequence[str] = (),
     ) -> None:
         self._model = model
         self._sessions = sessions
@@ -87,6 +89,8 @@ class DraftEngine:
         self._waiting: list[ProposeCall] = []
         self._next_sweep = 0.0
         self._watch = DraftWatch()
+        self._problems = list(problems)
+        self._draft_version: str | None = None
         self._is_ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="draft-engine-worker", daemon=True)
 
@@ -125,7 +129,7 @@ class DraftEngine:
     @property
     def warnings(self) -> list[str]:
         """What an operator should know although every call is answered."""
-        return self._watch.warnings
+        return [*self._problems, *self._watch.warnings]
 
     @property
     def num_waiting(self) -> int:
@@ -202,6 +206,17 @@ class DraftEngine:
         """
         await self.run(lambda sessions: self._close_session(sessions, key))
 
+    async def replace(self, model: DraftModel, sessions: SessionTable, limits: EngineLimits, draft_version: str) -> None:
+        """Draft with another model from the next step on.
+
+        Every session is freed, and calls that are not answered yet or were checked against the old model are refused with
+        epoch_mismatch.
+
+        Raises:
+            UnavailableError: the worker does not run.
+        """
+        await self.run(lambda _: self._replace(model, sessions, limits, draft_version))
+
     def drop_client(self, client_id: str, reason: str) -> None:
         """Free a client's sessions soon; returns at once."""
         self._queue.post(lambda: self._drop_client(client_id, reason))
@@ -257,6 +272,7 @@ class DraftEngine:
 
     def _admit(self) -> StepPlan:
         now = time.monotonic()
+        self._refuse_outdated()
         intake = take_in(self._waiting, now)
         for call in intake.cancelled:
             self._metrics.cancelled_calls.inc()
@@ -271,6 +287,12 @@ class DraftEngine:
             rows_per_chunk=self._limits.rows_per_chunk,
             max_sessions=self._limits.max_sessions_per_call,
         )
+
+    def _refuse_outdated(self) -> None:
+        """Refuse the calls that were checked against a drafter that is gone: their rows may have another width."""
+        if self._draft_version is not None:
+            for call in [call for call in self._waiting if call.draft_version != self._draft_version]:
+                self._leave(call, _replaced())
 
     def _start(self, call: ProposeCall, now: float) -> None:
         """Apply what needs no model: closes, repeats, refusals, pages and truncation."""
@@ -460,6 +482,14 @@ class DraftEngine:
                     gone = NotFoundError("session_not_found", f"session {key.session_id!r} was closed", param="session_id")
                     work.outcome = self._refusal(work, gone)
 
+    def _replace(self, model: DraftModel, sessions: SessionTable, limits: EngineLimits, draft_version: str) -> None:
+        for call in list(self._waiting):
+            self._leave(call, _replaced())
+        self._sessions.clear("reload")
+        self._model, self._sessions, self._limits = model, sessions, limits
+        self._draft_version = draft_version
+        self._watch, self._problems = DraftWatch(), []
+
     def _drop_client(self, client_id: str, reason: str) -> None:
         """Nobody waits for the calls of a client that has left, so they go first: a busy session could not be freed."""
         for call in [call for call in self._waiting if call.client_id == client_id]:
@@ -520,6 +550,10 @@ def _draft_request(work: SessionWork) -> DraftRequest:
         rng_counter=session.span.committed_end,
         context_token_ids=session.tokens.token_ids,
     )
+
+
+def _replaced() -> StateError:
+    return StateError("epoch_mismatch", "the drafter was replaced by another one; shake hands again", param="client_id")
 
 
 def _next_rows(work: SessionWork, num_rows: int) -> Tensor:

@@ -4,6 +4,7 @@ bind      the address is taken before anything is served, so that a wrong one is
 serve     one process, one event loop
 SIGTERM   (or SIGINT) drain: new work is answered 503 while load balancers take note, then what is inside is finished.
           A second signal ends at once.
+SIGHUP    load the drafter again, where the application offers it.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def serve(
     on_ready: Callable[[str], None] = lambda url: None,  # noqa: ARG005
     *,
     on_drain: Callable[[], None] = lambda: None,
+    on_reload: Callable[[], None] | None = None,
     on_server: Callable[[DrainingServer], None] = lambda server: None,  # noqa: ARG005
 ) -> None:
     """Serve `app` until a signal, or `DrainingServer.begin_shutdown`, ends it.
@@ -83,6 +85,7 @@ def serve(
         settings: where to listen.
         on_ready: told the URL once requests are answered there; a unix socket is told as unix:/path.
         on_drain: called when the end begins, to refuse new work (`DraftEngine.drain`).
+        on_reload: called in the event loop on SIGHUP; without it, SIGHUP is left as it is.
         on_server: given the server before it starts, for callers in another thread.
 
     Raises:
@@ -110,7 +113,7 @@ def serve(
     except (OSError, ValueError) as error:
         listener.close()
         raise StartupError(f"--ssl-certfile {settings.ssl_certfile}: {error}") from error
-    server = DrainingServer(config, url_of(listener, settings), settings.drain_seconds, on_ready, on_drain)
+    server = DrainingServer(config, url_of(listener, settings), settings.drain_seconds, on_ready, on_drain, on_reload)
     on_server(server)
     try:
         server.run(sockets=[listener])
@@ -132,12 +135,14 @@ class DrainingServer(uvicorn.Server):
         drain_seconds: float,
         on_ready: Callable[[str], None],
         on_drain: Callable[[], None],
+        on_reload: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(config)
         self.url = url
         self._drain_seconds = drain_seconds
         self._on_ready = on_ready
         self._on_drain = on_drain
+        self._on_reload = on_reload
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending = False
 
@@ -166,11 +171,17 @@ class DrainingServer(uvicorn.Server):
             yield
             return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
+        if self._on_reload is not None:
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._handle_reload)
         try:
             yield
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
+
+    def _handle_reload(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
+        if self._loop is not None and self._on_reload is not None:
+            self._loop.call_soon_threadsafe(self._on_reload)
 
     def _end(self) -> None:
         if self._is_ending:

@@ -9,10 +9,12 @@ Acceptance is learnt, not reported: the rows of the next update tell which of th
 from __future__ import annotations
 
 from collections import Counter as TallyCounter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from draft_engine_client.wire import ModelFacts
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 # Namespace, subsystem and unit, which come before the collector that a metric is filed in.
@@ -65,6 +67,7 @@ class EngineMetrics:
         self.evictions = counter("evictions", "Sessions freed unasked.", ("reason",))
         self.cancelled_calls = counter("cancelled_calls", "Calls whose caller went away first.")
         self.forward_failures = counter("forward_failures", "Model calls that raised.", ("stage",))
+        self.reloads = counter("reloads", "Drafters loaded while serving, by outcome (ok or failed).", ("outcome",))
         self.steps = counter("steps", "Engine steps that served something.")
         self.batch_sessions = Histogram(
             "batch_sessions",
@@ -86,14 +89,28 @@ class EngineMetrics:
             *_PREFIX,
             registry,
         )
+        self._server_version = ""
         self._version = Info("version", "Version of the engine and its draft model.", (), *_PREFIX, registry)
 
-    def describe(self, **facts: str) -> None:
-        """Publish the version facts."""
-        self._version.info(facts)
+    def describe(self, version: str) -> None:
+        """Publish the version of the server, before `describe_draft`."""
+        self._server_version = version
 
-    def describe_attention(self, backends: Sequence[str], paths: Sequence[str]) -> None:
-        """Publish what serves each layer. Layers whose path is `flattened` read every context row once per slot."""
+    def describe_draft(self, facts: ModelFacts, draft_version: str) -> None:
+        """Publish which drafter is served and what serves each of its layers.
+
+        Layers whose path is `flattened` read every context row once per slot.
+        """
+        self._version.info(
+            {
+                "version": self._server_version,
+                "model": facts.model_id,
+                "fingerprint": facts.fingerprint,
+                "draft_version": draft_version,
+            }
+        )
+        self._attention_layers.clear()
+        backends, paths = facts.attention_backends, facts.decode_paths
         for backend, path in zip(backends, paths, strict=True):
             self._attention_layers.labels(backend, path).inc()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draft_engine_client import codec
 from draft_engine_client.codec import CodecError, TensorView
-from draft_engine_client.wire import JsonProposeRequest, ModelFacts, ProposeRequest
+from draft_engine_client.wire import JsonProposeRequest, ProposeRequest
 from service.calls import ProposeCall, SessionOutcome, SessionWork
 from service.clients import Client, ClientTable, Connection
 from service.edge import (
@@ -40,7 +40,7 @@ from service.engine import DraftEngine
 from service.errors import ApiError, CapacityError, RequestError
 from service.intake import FEATURE_DTYPES, ContextRows, build_call
 from service.metrics import EngineMetrics
-from service.settings import EngineLimits
+from service.serving import Serving
 
 RequestT = TypeVar("RequestT", bound=ProposeRequest)
 
@@ -58,14 +58,12 @@ _WIRE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float
 class ProposeEndpoint:
     """The route, as an ASGI application of its own."""
 
-    def __init__(
-        self, engine: DraftEngine, clients: ClientTable, facts: ModelFacts, limits: EngineLimits, metrics: EngineMetrics
-    ) -> None:
+    def __init__(self, engine: DraftEngine, clients: ClientTable, serving: Serving, metrics: EngineMetrics) -> None:
         self._engine = engine
         self._clients = clients
-        self._facts = facts
-        self._limits = limits
-        self._bodies = BodyBudget(BODY_BUDGET * limits.max_body_bytes)
+        self._serving = serving
+        self._max_body_bytes = serving.draft.limits.max_body_bytes
+        self._bodies = BodyBudget(BODY_BUDGET * self._max_body_bytes)
         self._calls = metrics.calls
         self._calls_ok = metrics.calls.labels("ok")
         self._session_errors = metrics.session_errors
@@ -91,7 +89,7 @@ class ProposeEndpoint:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", "this path takes POST", numbers={"allow": "POST"})
         media_type = require_media_type(scope, MEDIA_TYPES)
-        limit = self._limits.max_body_bytes if media_type == CONTAINER else min(MAX_JSON_BYTES, self._limits.max_body_bytes)
+        limit = self._max_body_bytes if media_type == CONTAINER else min(MAX_JSON_BYTES, self._max_body_bytes)
         with self._bodies.reserve(declared_length(scope, limit)):
             body = await read_body(scope, receive, limit)
             call = self._call(scope, body, media_type, arrived_at)
@@ -113,7 +111,10 @@ class ProposeEndpoint:
         else:
             request, rows = decode_container(body)
             self._renew(request, scope, arrived_at)
-        return build_call(request, rows, facts=self._facts, limits=self._limits, arrived_at=arrived_at)
+        draft = self._serving.draft
+        call = build_call(request, rows, facts=draft.facts, limits=draft.limits, arrived_at=arrived_at)
+        call.draft_version = draft.version
+        return call
 
     def _renew(self, request: ProposeRequest, scope: Scope, now: float) -> Client:
         return self._clients.renew(request.client_id, request.server_id, now, connection_of(scope))
@@ -275,6 +276,7 @@ def reply_document(call: ProposeCall, server_id: str) -> dict[str, Any]:
     timings = call.timings
     return {
         "server_id": server_id,
+        "draft_version": call.draft_version or "",
         "sessions": [session_reply(work) for work in call.items],
         "timings": {
             "queue_ms": timings.queue_ms,

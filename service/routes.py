@@ -22,8 +22,8 @@ from draft_engine_client.wire import (
     Limits,
     Message,
     ModelEntry,
-    ModelFacts,
     ModelList,
+    Name,
     ProposeReply,
     ProposeRequest,
     SessionInfo,
@@ -36,6 +36,7 @@ from service.errors import NotFoundError, UnavailableError
 from service.metrics import MEDIA_TYPE as METRICS_MEDIA_TYPE
 from service.metrics import EngineMetrics
 from service.propose import CONTAINER, MAX_JSON_BYTES, connection_of
+from service.serving import Reloader, Serving
 from service.sessions import Session, SessionKey, SessionTable
 from service.settings import EngineLimits
 from service.status_page import HEADERS as PAGE_HEADERS
@@ -54,17 +55,22 @@ class Health(Message):
     warnings: tuple[str, ...] = ()
 
 
+class ReloadRequest(Message):
+    """`POST /v1/reload`: a folder under the server's --model-root; null loads the folder that it was started with again."""
+
+    model: Name | None = None
+
+
 @dataclass(frozen=True)
 class Services:
     """What the routes need."""
 
     engine: DraftEngine
     clients: ClientTable
-    facts: ModelFacts
-    limits: EngineLimits
+    serving: Serving
+    reloader: Reloader
     metrics: EngineMetrics
     version: str
-    tokenizer_hash: str | None
     started_at: float
 
 
@@ -108,15 +114,16 @@ def _add_protocol_routes(router: APIRouter, services: Services) -> None:
         """Announce a target. 412 names the first field in which it is not the drafter's own."""
         if engine.is_draining:
             raise UnavailableError("draining", "the server is shutting down and takes no new client")
-        check_hello(hello, services.facts, tokenizer_hash=services.tokenizer_hash)
+        draft = services.serving.draft
+        check_hello(hello, draft.facts, tokenizer_hash=draft.tokenizer_hash)
         client = clients.register(hello, time.monotonic(), connection_of(request.scope))
         return ClientWelcome(
             protocol_version=PROTOCOL_VERSION,
             client_id=client.client_id,
             server_id=clients.server_id,
             server_version=services.version,
-            model=services.facts,
-            limits=wire_limits(services.limits),
+            model=draft.facts,
+            limits=wire_limits(draft.limits),
         )
 
     @router.get("/v1/sessions", tags=["protocol"], summary="List sessions")
@@ -141,24 +148,37 @@ def _add_protocol_routes(router: APIRouter, services: Services) -> None:
 
 
 def _add_model_routes(router: APIRouter, services: Services) -> None:
-    entry = ModelEntry(
-        id=services.facts.model_id,
-        created=int(services.started_at),
-        draft=services.facts,
-        limits=wire_limits(services.limits),
-    )
+    def entry() -> ModelEntry:
+        draft = services.serving.draft
+        return ModelEntry(
+            id=draft.facts.model_id,
+            created=int(draft.loaded_at),
+            draft_version=draft.version,
+            draft=draft.facts,
+            limits=wire_limits(draft.limits),
+        )
 
     @router.get("/v1/models", tags=["model"], summary="List the draft model")
     async def list_models() -> ModelList:
         """The one draft model that is served, with everything a client must know of it."""
-        return ModelList(data=(entry,))
+        return ModelList(data=(entry(),))
 
     @router.get("/v1/models/{model_id:path}", tags=["model"], summary="Describe the draft model")
     async def describe_model(model_id: str) -> ModelEntry:
         """The same entry by name."""
-        if model_id != entry.id:
-            raise NotFoundError("model_not_found", f"the model served is {entry.id!r}", param="model_id")
-        return entry
+        served = entry()
+        if model_id != served.id:
+            raise NotFoundError("model_not_found", f"the model served is {served.id!r}", param="model_id")
+        return served
+
+    @router.post("/v1/reload", tags=["model"], summary="Load another drafter")
+    async def reload(wanted: ReloadRequest) -> ModelEntry:
+        """Load a drafter in the background and serve it from then on; clients shake hands again and send their rows again.
+
+        422 `reload_failed` says why it was not, and the old drafter is served on.
+        """
+        await services.reloader.reload(wanted.model)
+        return entry()
 
     @router.get("/version", tags=["model"], summary="Versions")
     async def version() -> VersionInfo:
@@ -211,13 +231,16 @@ def _add_status_page(router: APIRouter, services: Services) -> None:
             health.status, health.warnings, services.version, services.clients.server_id, started_at=services.started_at
         )
 
-    page = StatusPage(services.metrics, services.facts, wire_limits(services.limits), read_state, time.time)
+    first = services.serving.draft
+    page = StatusPage(services.metrics, first.facts, wire_limits(first.limits), read_state, time.time)
 
     @router.get(
         "/", tags=["health"], summary="Status page", response_class=Response, responses={200: {"content": {"text/html": {}}}}
     )
     async def status_page() -> Response:
         """The server's state for a person with a browser."""
+        draft = services.serving.draft
+        page.describe(draft.facts, wire_limits(draft.limits))
         return Response(page.render(), media_type="text/html", headers=dict(PAGE_HEADERS))
 
 

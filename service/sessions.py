@@ -416,9 +416,9 @@ class SessionTable:
             del self._closed[key]
         return self._evict(dropped, reason)
 
-    def clear(self) -> None:
+    def clear(self, reason: str = "shutdown") -> None:
         """Free everything, prefix pages too."""
-        self._evict(list(self._sessions.values()), "shutdown")
+        self._evict(list(self._sessions.values()), reason)
         self._closed.clear()
         if self._prefix_cache is not None:
             self._prefix_cache.clear()

@@ -117,6 +117,9 @@ class ServeSettings(ListenSettings):
         description="Folder of the target checkpoint, for a draft that shares its embedding and head. "
         "Default with the shipped drafter: the embedded target.",
     )
+    model_root: Path | None = Field(
+        None, description="Folder of the draft checkpoints that POST /v1/reload may name. Default: it reloads --model alone."
+    )
     served_model_name: str | None = Field(None, min_length=1, description="Name in /v1/models. Default: the folder name.")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type of the draft weights.")

@@ -104,6 +104,10 @@ class StatusPage:
         self._read_state, self._clock = read_state, clock
         self._looks: deque[Numbers] = deque(maxlen=_LOOKS_KEPT)
 
+    def describe(self, facts: ModelFacts, limits: Limits) -> None:
+        """Show another drafter from now on."""
+        self._facts, self._limits = facts, limits
+
     def render(self) -> str:
         """The document as it is now."""
         state, now = self._read_state(), Numbers(self._metrics, self._clock())

@@ -1,4 +1,4 @@
-"""The core claim: whatever calls come in whatever order, a remote session drafts as one in process that was fed its accepted rows.
+"""The core claim: after any calls in any order, a remote session drafts as one in process that was fed its accepted rows.
 
 A state machine drives a real server over loopback: prefill chunks, verified steps with accepted and rejected drafts, rewinds,
 preemption and resumption at 0 and above it, prefix hits, forks, batches with a bad member, duplicates, lost calls, lost
@@ -172,7 +172,7 @@ class RemoteMachine(RuleBasedStateMachine):
         if held is None or incarnation > held.incarnation:
             found = reply["rows_held"] - len(update.token_ids)
             prefix = update.more.get("prefix_token_ids", ())
-            assert found in range(0, len(prefix) + 1)
+            assert found in range(len(prefix) + 1)
             held = self.held[name] = Held(incarnation, end=update.start, rows=dict(enumerate(prefix[:found])))
             self.next_incarnation[name] = incarnation + 1
         held.rows = {position: token for position, token in held.rows.items() if position < update.start}
@@ -326,15 +326,19 @@ class RemoteMachine(RuleBasedStateMachine):
         assert self.sessions() == []
 
 
+def run_machine(pair: Pair, *, max_examples: int, stateful_step_count: int) -> None:
+    machine: Any = partial(RemoteMachine, pair)
+    few = settings(max_examples=max_examples, stateful_step_count=stateful_step_count, deadline=None)
+    run_state_machine_as_test(machine, settings=few)
+
+
 def test_remote_drafts_equal_those_in_process_over_a_hash_of_all_rows(hashed: Pair) -> None:
-    few = settings(max_examples=40, stateful_step_count=25, deadline=None)
-    run_state_machine_as_test(partial(RemoteMachine, hashed), settings=few)
+    run_machine(hashed, max_examples=40, stateful_step_count=25)
     evicted = hashed.server.harness.metrics.evictions.labels("lru")._value.get()
     assert evicted > 0, "no schedule filled the table"
     assert hashed.server.harness.prefix_cache.hit_rows > 0, "no schedule hit the prefix cache"
 
 
 def test_remote_drafts_equal_those_in_process_over_a_real_draft_model(drafted: Pair) -> None:
-    few = settings(max_examples=12, stateful_step_count=20, deadline=None)
-    run_state_machine_as_test(partial(RemoteMachine, drafted), settings=few)
+    run_machine(drafted, max_examples=12, stateful_step_count=20)
     assert drafted.server.harness.prefix_cache.hit_rows > 0

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +28,7 @@ from service.engine import DraftEngine
 from service.launch import DrainingServer, serve
 from service.metrics import EngineMetrics
 from service.prefix_cache import PrefixCache
+from service.serving import LoadedDraft, Reloader, Serving
 from service.sessions import SessionChange, SessionKey, SessionTable
 from service.settings import EngineLimits, ServeSettings
 from service.testing import FakeDrafter, expected_drafts, row_digest
@@ -74,6 +76,11 @@ class Harness:
     limits: EngineLimits
     metrics: EngineMetrics
     engine: DraftEngine
+
+    @property
+    def loaded(self) -> LoadedDraft:
+        """Its drafter, to be exchanged for another harness's."""
+        return LoadedDraft(self.model, self.table, self.model.facts, self.limits)
 
     @property
     def num_leaked_pages(self) -> int:
@@ -163,6 +170,10 @@ def fresh_drafts(token_ids: Sequence[int], *, start: int = 0, anchor_token_id: i
 # Over HTTP -----------------------------------------------------------------------------------------------------------
 
 
+def load_nothing(path: Path | None) -> LoadedDraft:
+    raise RuntimeError("this test has no other drafter")
+
+
 def make_app(
     harness: Harness,
     *,
@@ -170,17 +181,28 @@ def make_app(
     lease_seconds: float = 300.0,
     disconnect_grace_seconds: float = 0.3,
     server_id: str = "server-1",
+    load: Callable[[Path | None], LoadedDraft] = load_nothing,
+    model_root: Path | None = None,
     **options: Any,
 ) -> AsgiApp:
     clients = ClientTable(server_id=server_id, lease_seconds=lease_seconds, disconnect_grace_seconds=disconnect_grace_seconds)
+    serving = Serving(harness.model.facts, harness.limits)
+    reloader = Reloader(
+        engine=harness.engine,
+        clients=clients,
+        serving=serving,
+        metrics=harness.metrics,
+        load=load,
+        model_root=model_root,
+    )
     return create_app(
         engine=harness.engine,
         clients=clients,
-        facts=harness.model.facts,
-        limits=harness.limits,
+        serving=serving,
         metrics=harness.metrics,
         version="1.2.3",
         api_key=api_key,
+        reloader=reloader,
         **options,
     )
 
