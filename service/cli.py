@@ -1,6 +1,6 @@
 """The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
 
-    draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless | calibrate
+    draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless | canary | calibrate
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -114,7 +114,9 @@ def _serve(settings: ServeSettings) -> int:
 def _load_draft(settings: ServeSettings, metrics: EngineMetrics) -> LoadedDraft:
     """Load the draft model with its pool and its session table, and run its canary."""
     from attention.cache import PageAllocator
+    from service.canary import canary_problems
     from service.facts import model_facts
+    from service.loading import model_folders
     from service.prefix_cache import PrefixCache
     from service.serving import LoadedDraft
     from service.sessions import SessionTable
@@ -135,7 +137,11 @@ def _load_draft(settings: ServeSettings, metrics: EngineMetrics) -> LoadedDraft:
         on_evicted=lambda reason, count: metrics.evictions.labels(reason).inc(count),
     )
     facts = model_facts(drafter, settings.served_model_name or _shipped_or_folder_name(settings.model))
-    return LoadedDraft(drafter, sessions, facts, limits, tokenizer_hash)
+    folder, _ = model_folders(settings)
+    problems = canary_problems(drafter, folder)
+    for problem in problems:
+        logger.warning("%s", problem)
+    return LoadedDraft(drafter, sessions, facts, limits, tokenizer_hash, problems)
 
 
 def _load_drafter(settings: ServeSettings) -> tuple[Drafter, str | None]:
@@ -207,6 +213,13 @@ def _verify_lossless(settings: Any) -> int:
     return run_lossless(settings, _console())
 
 
+def _canary(settings: Any) -> int:
+    from service.canary import run_canary
+
+    _set_threads(settings.threads)
+    return run_canary(settings, _console())
+
+
 def _calibrate(settings: Any) -> int:
     from service.calibrate import run_calibrate
 
@@ -250,6 +263,12 @@ def _bench_settings() -> type[EngineSettings]:
     from service.bench import BenchSettings
 
     return BenchSettings
+
+
+def _canary_settings() -> type[EngineSettings]:
+    from service.canary import CanarySettings
+
+    return CanarySettings
 
 
 def _calibrate_settings() -> type[EngineSettings]:
@@ -321,6 +340,14 @@ COMMANDS = (
         "Compare the first tokens of many answers with the target's exact distribution, for hostile drafters and all settings.",
         _lossless_settings,
         _verify_lossless,
+    ),
+    Command(
+        "canary",
+        "record what a drafter should draft, for `serve` to check itself by",
+        "Let the target continue a prompt and keep its rows and tokens beside the draft checkpoint. `serve` drafts them again "
+        "before it is ready, and warns when fewer than half as many drafts agree.",
+        _canary_settings,
+        _canary,
     ),
     Command(
         "calibrate",

@@ -88,7 +88,7 @@ class DraftEngine:
         self._queue = CallQueue(limits.max_queue)
         self._waiting: list[ProposeCall] = []
         self._next_sweep = 0.0
-        self._watch = DraftWatch()
+        self._watch = DraftWatch(limits.acceptance_floor)
         self._problems = list(problems)
         self._draft_version: str | None = None
         self._is_ready: Future[None] = Future()
@@ -393,6 +393,7 @@ class DraftEngine:
         for work, proposal in zip(works, proposals, strict=True):
             problem = proposal_problem(proposal, work.num_draft_tokens)
             if problem is not None:
+                self._watch.saw_unfit()
                 self._fail([work], "draft", RuntimeError(problem))
                 continue
             kept = cut_by_survival(proposal, work.confidence_threshold)
@@ -472,7 +473,7 @@ class DraftEngine:
                 break
             accepted += 1
         self._metrics.saw_acceptance(accepted, last.committed_end, session.coverage)
-        self._watch.saw_accepted(accepted)
+        self._watch.saw_accepted(work.key.client_id, accepted)
 
     def _close_session(self, sessions: SessionTable, key: SessionKey) -> None:
         sessions.close(key)
@@ -488,13 +489,14 @@ class DraftEngine:
         self._sessions.clear("reload")
         self._model, self._sessions, self._limits = model, sessions, limits
         self._draft_version = draft_version
-        self._watch, self._problems = DraftWatch(), []
+        self._watch, self._problems = DraftWatch(limits.acceptance_floor), []
 
     def _drop_client(self, client_id: str, reason: str) -> None:
         """Nobody waits for the calls of a client that has left, so they go first: a busy session could not be freed."""
         for call in [call for call in self._waiting if call.client_id == client_id]:
             self._metrics.cancelled_calls.inc()
             self._leave(call, StateError("epoch_mismatch", "the client has left; shake hands again", param="client_id"))
+        self._watch.forget(client_id)
         self._sessions.drop_client(client_id, reason)
 
     def _sweep(self) -> None:

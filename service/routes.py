@@ -49,9 +49,9 @@ ERROR_RESPONSE: dict[int | str, dict[str, Any]] = {
 
 
 class Health(Message):
-    """`GET /health`. Warnings do not make a server unhealthy; they name what an operator should look at."""
+    """`GET /health`. A degraded server takes work; its warnings name what an operator should look at."""
 
-    status: Literal["ok", "draining", "failed"]
+    status: Literal["ok", "degraded", "draining", "failed"]
     warnings: tuple[str, ...] = ()
 
 
@@ -88,12 +88,13 @@ def wire_limits(limits: EngineLimits) -> Limits:
 
 def health_of(engine: DraftEngine) -> Health:
     """The state of the engine in one word, and its warnings."""
-    status: Literal["ok", "draining", "failed"] = "ok"
+    warnings = tuple(engine.warnings)
+    status: Literal["ok", "degraded", "draining", "failed"] = "degraded" if warnings else "ok"
     if not engine.is_alive:
         status = "failed"
     elif engine.is_draining:
         status = "draining"
-    return Health(status=status, warnings=tuple(engine.warnings))
+    return Health(status=status, warnings=warnings)
 
 
 def build_router(services: Services) -> APIRouter:
@@ -194,9 +195,9 @@ def _add_health_routes(router: APIRouter, services: Services) -> None:
         return Response(body, status_code=200 if is_good else 503, media_type="application/json")
 
     async def health() -> Response:
-        """Whether the server takes work, with warnings. 503 while it drains or when its worker has died."""
+        """Whether the server takes work: ok, or degraded with warnings. 503 while it drains or when its worker has died."""
         state = health_of(engine)
-        return answer(state, is_good=state.status == "ok")
+        return answer(state, is_good=state.status in ("ok", "degraded"))
 
     async def livez() -> Response:
         """Whether the process should be left alone: 503 only when its worker has died."""

@@ -150,6 +150,9 @@ class ServeSettings(ListenSettings):
     )
     session_ttl_seconds: float = Field(600.0, gt=0, description="A session unused for so long is freed.")
     idle_seconds: float = Field(5.0, ge=0, description="A session unused for so long may be evicted for another one.")
+    acceptance_floor: float = Field(
+        0.05, ge=0, description="Accepted drafts of a block below which /readyz says degraded; 0 to not look."
+    )
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class EngineLimits:
     lease_seconds: float
     session_ttl_seconds: float
     idle_seconds: float
+    acceptance_floor: float = 0.05
 
     @classmethod
     def resolve(cls, settings: ServeSettings, model_max_context: int) -> EngineLimits:
@@ -181,6 +185,7 @@ class EngineLimits:
             lease_seconds=settings.lease_seconds,
             session_ttl_seconds=settings.session_ttl_seconds,
             idle_seconds=settings.idle_seconds,
+            acceptance_floor=settings.acceptance_floor,
         )
 
 

@@ -223,7 +223,7 @@ def test_a_failed_forward_is_told_and_the_server_serves_on() -> None:
         assert good["draft_token_ids"] == fresh_drafts([1, 2])
 
 
-def test_a_drafter_that_drafts_nothing_shows_in_health() -> None:
+def test_a_drafter_that_drafts_nothing_turns_readyz_to_degraded() -> None:
     @dataclass
     class MuteDrafter(FakeDrafter):
         def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
@@ -235,8 +235,8 @@ def test_a_drafter_that_drafts_nothing_shows_in_health() -> None:
             updates = [Update(str(i), 0, [], seq=seq) for i in range(8)]
             assert server.http.get("/health").json()["warnings"] == []
             reply_of(post_json(server.http, json_body_without_rows(client_id, updates)))
-        answer = server.http.get("/health")
-        assert answer.status_code == 200
+        answer = server.http.get("/readyz")
+        assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
         assert answer.json()["warnings"][0].startswith("no_drafts")
         assert "draft_engine_warnings 1.0" in server.http.get("/metrics").text
 

@@ -15,6 +15,7 @@ from service.engine import DraftEngine, cut_by_survival, proposal_problem
 from service.errors import ApiError
 from service.sessions import SessionKey
 from service.testing import FakeDrafter
+from service.watch import REFUSED_DRAFTS
 from tests.support.service import GatedDrafter, fresh_drafts, make_call, make_harness, make_work, running
 
 
@@ -296,6 +297,21 @@ def test_acceptance_is_learnt_from_the_next_commit() -> None:
     run(test())
 
 
+def test_a_target_that_keeps_hardly_anything_is_a_warning_that_names_the_likely_fields() -> None:
+    async def test() -> None:
+        async with running(make_harness(FakeDrafter(num_pages=512))) as engine:
+            for seq in range(REFUSED_DRAFTS + 1):
+                await engine.propose(make_call(make_work("a", seq, [seq], seq=seq)))
+            (warning,) = engine.warnings
+            assert warning.startswith("low_acceptance")
+            assert "target_layer_ids" in warning
+            engine.drop_client("client", "lease")
+            await engine.run(len)
+            assert engine.warnings == []
+
+    run(test())
+
+
 def test_closing_frees_the_pages_and_a_late_update_stays_out() -> None:
     async def test() -> None:
         harness = make_harness()
@@ -350,6 +366,7 @@ def test_an_unfit_proposal_fails_its_session_only() -> None:
             await engine.propose(make_call(*works))
             assert error_of(works[0]).code == "internal"
             assert drafts_of(works[1]) == fresh_drafts([2])
+            assert [warning.partition(":")[0] for warning in engine.warnings] == ["non_finite"]
 
     run(test())
 
