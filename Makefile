@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve target train check test test-slow test-gpu bench bench-attention bench-propose bench-schedule format pins clean \
+.PHONY: help setup demo serve target train check test test-slow mutations test-gpu bench bench-attention bench-propose bench-schedule format pins clean \
 	doctor stack docs docker-build docker-test
 
 help: ## list the verbs
@@ -64,6 +64,9 @@ test: $(READY_KERNELS) ## all tests that are not slow (under 10 minutes on 2 cor
 
 test-slow: $(READY_KERNELS) ## the slow tests
 	$(PYTEST) -m "slow and not gpu"
+
+mutations: $(READY_KERNELS) ## break the protocol's rules one by one; a test must notice each (a few minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m tests.mutations
 
 test-gpu: $(READY_KERNELS) ## on a machine with a CUDA device: its tests, then fused against flattened -> build/gpu_attention.json
 	$(PYTEST) -m gpu

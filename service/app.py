@@ -27,6 +27,7 @@ from service.metrics import EngineMetrics
 from service.propose import ProposeEndpoint
 from service.routes import Services, build_router, describe_propose
 from service.serving import Reloader, Serving
+from service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def create_app(
     metrics: EngineMetrics,
     version: str,
     api_key: str | None = None,
+    tracing: Tracing | None = None,
 ) -> AsgiApp:
     """Build the application. The engine must not have been started; the lifespan starts and stops it.
 
@@ -55,7 +57,8 @@ def create_app(
         reloader: exchanges it.
         metrics: of the engine; the application adds gauges of its own.
         version: of the server.
-        api_key: when set, every route but health needs it.
+        api_key: when set, every route but health and the version needs it.
+        tracing: makes a span of each propose call, and is closed in the end.
     """
     services = Services(engine, clients, serving, reloader, metrics, version, time.time())
     metrics.describe(version)
@@ -77,6 +80,8 @@ def create_app(
             sweep.cancel()
             await asyncio.gather(sweep, return_exceptions=True)
             await asyncio.to_thread(engine.stop)
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
     documented = FastAPI(
         title="Draft engine",
@@ -88,7 +93,7 @@ def create_app(
     )
     documented.include_router(build_router(services))
     documented.openapi = lambda: _openapi(documented, needs_key=api_key is not None)  # type: ignore[method-assign]
-    propose = ProposeEndpoint(engine, clients, serving, metrics)
+    propose = ProposeEndpoint(engine, clients, serving, metrics, tracing)
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

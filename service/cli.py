@@ -72,6 +72,7 @@ def _serve(settings: ServeSettings) -> int:
     from service.launch import serve
     from service.metrics import EngineMetrics
     from service.serving import Reloader, Serving
+    from service.tracing import open_tracing
 
     metrics = EngineMetrics()
     first = _load_draft(settings, metrics)
@@ -106,6 +107,7 @@ def _serve(settings: ServeSettings) -> int:
         version=version(),
         api_key=settings.api_key.get_secret_value() if settings.api_key else None,
         reloader=reloader,
+        tracing=open_tracing(settings.otlp_endpoint, version()),
     )
     serve(app, settings, on_drain=engine.drain, on_reload=reloader.reload_soon)
     return 0

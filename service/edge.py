@@ -29,7 +29,7 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/version"})
 # What a server puts into scope["extensions"] for the application to know one connection from another.
 CONNECTION_EXTENSION = "draft_engine.connection"
 # A browser asks its user for the key as the password of this page alone.

@@ -41,6 +41,7 @@ from service.errors import ApiError, CapacityError, RequestError
 from service.intake import FEATURE_DTYPES, ContextRows, build_call
 from service.metrics import EngineMetrics
 from service.serving import Serving
+from service.tracing import CallTrace, Tracing
 
 RequestT = TypeVar("RequestT", bound=ProposeRequest)
 
@@ -58,7 +59,14 @@ _WIRE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float
 class ProposeEndpoint:
     """The route, as an ASGI application of its own."""
 
-    def __init__(self, engine: DraftEngine, clients: ClientTable, serving: Serving, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        engine: DraftEngine,
+        clients: ClientTable,
+        serving: Serving,
+        metrics: EngineMetrics,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._engine = engine
         self._clients = clients
         self._serving = serving
@@ -67,6 +75,7 @@ class ProposeEndpoint:
         self._calls = metrics.calls
         self._calls_ok = metrics.calls.labels("ok")
         self._session_errors = metrics.session_errors
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request.
@@ -74,16 +83,21 @@ class ProposeEndpoint:
         Raises:
             ApiError: the call as a whole is refused.
         """
+        trace = None if self._tracing is None else self._tracing.begin(scope)
         try:
-            reply = await self._reply(scope, receive)
+            reply = await self._reply(scope, receive, trace)
         except ApiError as error:
             self._calls.labels(error.code).inc()
+            if trace is not None:
+                trace.end(error)
             raise
+        if trace is not None:
+            trace.end(is_cancelled=reply is None)
         if reply is not None:
             self._calls_ok.inc()
             await send_response(send, 200, *reply)
 
-    async def _reply(self, scope: Scope, receive: Receive) -> tuple[bytes, bytes] | None:
+    async def _reply(self, scope: Scope, receive: Receive, trace: CallTrace | None) -> tuple[bytes, bytes] | None:
         """Body and media type of the reply; None when the caller has gone away meanwhile."""
         arrived_at = time.monotonic()
         if scope["method"] != "POST":
@@ -93,6 +107,8 @@ class ProposeEndpoint:
         with self._bodies.reserve(declared_length(scope, limit)):
             body = await read_body(scope, receive, limit)
             call = self._call(scope, body, media_type, arrived_at)
+            if trace is not None:
+                trace.call = call
             if not await self._serve(call, receive):
                 return None
         for work in call.items:

@@ -144,6 +144,12 @@ class ServeSettings(ListenSettings):
     max_queue: int = Field(256, ge=1, description="Calls that may wait; more are answered 429.")
     rows_per_chunk: int = Field(512, ge=1, description="Context rows written between two draft forwards.")
 
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="OTLP/HTTP address of a collector for spans of propose calls, such as http://127.0.0.1:4318/v1/traces.",
+    )
+
     lease_seconds: float = Field(60.0, gt=0, description="A client silent for so long loses its sessions.")
     disconnect_grace_seconds: float = Field(
         0.5, ge=0, description="A client that kept a connection and has lost its last one leaves after so long."

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 settings.register_profile("project", deadline=None, derandomize=True)
+# For tests that are meant to fail: nobody reads the example, so it need not be a small one.
+settings.register_profile("unshrunk", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("project")
 
 

@@ -264,9 +264,9 @@ def shake_client_id(server: Server) -> str:
 # Keys ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_route_but_health_needs_the_key() -> None:
+def test_every_route_but_health_and_version_needs_the_key() -> None:
     with serving(api_key=KEY, headers={"authorization": f"Bearer {KEY}"}) as server, server.connect() as stranger:
-        paths = ["/v1/models", "/v1/sessions", "/version", "/metrics", "/docs", "/openapi.json", "/nothing", "/health/"]
+        paths = ["/v1/models", "/v1/sessions", "/metrics", "/docs", "/openapi.json", "/nothing", "/health/"]
         for path in paths:
             answer = stranger.get(path)
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key"), path
@@ -277,8 +277,14 @@ def test_every_route_but_health_needs_the_key() -> None:
         assert stranger.post("/v1/clients", json=HELLO).status_code == 401
         assert stranger.post("/v1/propose", json={}).status_code == 401
         assert stranger.delete("/v1/sessions/a", params={"client_id": "b"}).status_code == 401
-        for path in ("/health", "/livez", "/readyz"):
+        assert stranger.post("/v1/reload", json={}).status_code == 401
+        for path in ("/health", "/livez", "/readyz", "/version"):
             assert stranger.get(path).status_code == 200
+        open_paths = {"/health", "/livez", "/readyz", "/version"}
+        for path, methods in server.http.get("/openapi.json").json()["paths"].items():
+            for method in methods:
+                answer = stranger.request(method, path.replace("{", "").replace("}", ""))
+                assert (answer.status_code == 401) == (path not in open_paths), (method, path)
         client_id = shake_hands(server.http)
         reply_of(post_container(server.http, container_body(client_id, Update("a", 0, [1]))))
         assert server.http.get("/openapi.json").json()["security"] == [{"api_key": []}]

@@ -107,6 +107,15 @@ def make_harness(
     return Harness(model, allocator, prefix_cache, table, resolved, metrics, engine)
 
 
+def insist_that_nothing_is_left(harness: Harness) -> None:
+    """After every test of an engine: no worker, no call, no session, and every page free."""
+    engine = harness.engine
+    assert not engine.is_alive
+    left = (engine.num_waiting, engine.num_sessions, len(harness.table), len(harness.prefix_cache), harness.num_leaked_pages)
+    assert left == (0, 0, 0, 0, 0)
+    assert all(harness.allocator.reference_count(page) == 0 for page in range(1, harness.allocator.num_pages))
+
+
 @contextlib.asynccontextmanager
 async def running(harness: Harness) -> AsyncIterator[DraftEngine]:
     """Start the engine, stop it in the end and insist that no page is left held."""
@@ -115,8 +124,7 @@ async def running(harness: Harness) -> AsyncIterator[DraftEngine]:
         yield harness.engine
     finally:
         await asyncio.to_thread(harness.engine.stop)
-        assert not harness.engine.is_alive
-        assert harness.num_leaked_pages == 0
+        insist_that_nothing_is_left(harness)
 
 
 def make_rows(token_ids: Sequence[int], start: int, width: int = 8) -> torch.Tensor:
@@ -225,7 +233,7 @@ class Server:
 def serving(
     harness: Harness | None = None, *, drain_seconds: float = 0.0, headers: dict[str, str] | None = None, **options: Any
 ) -> Iterator[Server]:
-    """Serve a harness; afterwards no page may be left held."""
+    """Serve a harness; afterwards nothing may be left."""
     harness = harness or make_harness()
     app = make_app(harness, **options)
     settings = ServeSettings(port=0, drain_seconds=drain_seconds)
@@ -249,8 +257,7 @@ def serving(
             servers[0].begin_shutdown()
             thread.join(20)
     assert not thread.is_alive()
-    assert not harness.engine.is_alive
-    assert harness.num_leaked_pages == 0
+    insist_that_nothing_is_left(harness)
 
 
 HELLO: dict[str, Any] = {

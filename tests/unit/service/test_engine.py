@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from draft_model.drafter import DraftProposal, DraftRequest
-from service.calls import SessionOutcome, SessionWork
+from service.batching import CallQueue
+from service.calls import ProposeCall, SessionOutcome, SessionWork
 from service.engine import DraftEngine, cut_by_survival, proposal_problem
 from service.errors import ApiError
 from service.sessions import SessionKey
@@ -188,6 +189,65 @@ def test_a_long_append_does_not_hold_up_another_clients_drafts() -> None:
             assert harness.model.rows_written < 3_000
             await waiting
             assert outcome_of(bulk).committed_end == 3_000
+
+    run(test())
+
+
+def test_a_hundred_thousand_rows_of_one_client_push_no_draft_of_another_past_its_deadline() -> None:
+    """While they are written, a draft waits for the chunk that is under way and for no more, whenever it comes."""
+    chunk = 512
+
+    @dataclass
+    class Marking(FakeDrafter):
+        at_draft: list[int] = field(default_factory=list)
+
+        def draft(self, requests: Sequence[DraftRequest]) -> list[DraftProposal]:
+            self.at_draft.append(self.rows_written)
+            return super().draft(requests)
+
+    async def test() -> None:
+        model = Marking(num_pages=2_048, page_size=64)
+        harness = make_harness(model, max_context=200_000, rows_per_chunk=chunk, max_queue=64)
+        at_arrival: list[int] = []
+        async with running(harness) as engine:
+            queue = engine._queue
+
+            def arrive(call: ProposeCall) -> None:
+                with queue._condition:  # the worker takes no call meanwhile, and ends the chunk it is at
+                    at_arrival.append(model.rows_written)
+                    CallQueue.put(queue, call)
+
+            queue.put = arrive  # type: ignore[method-assign]
+            bulk = make_work("bulk", 0, [1] * 100_000, client_id="one", num_draft_tokens=0)
+            waiting = asyncio.create_task(engine.propose(make_call(bulk)))
+            drafted = 0
+            await asyncio.sleep(0)
+            while not waiting.done():
+                draft = make_work("a", drafted, [1], seq=drafted, client_id="two")
+                await engine.propose(make_call(draft, deadline_ms=60_000))
+                assert outcome_of(draft).error is None
+                drafted += 1
+            await waiting
+            assert outcome_of(bulk).committed_end == 100_000
+        waited = [drafted - arrived for arrived, drafted in zip(at_arrival[1:], model.at_draft, strict=True)]
+        assert len(waited) > 10, "hardly any draft was asked for while the rows were written"
+        assert max(waited) <= chunk + 1
+
+    run(test())
+
+
+def test_a_session_that_skips_steps_is_not_rebuilt() -> None:
+    async def test() -> None:
+        harness = make_harness()
+        async with running(harness) as engine:
+            await engine.propose(make_call(make_work("a", 0, [1, 2, 3])))
+            for seq in range(10):
+                await engine.propose(make_call(make_work("b", seq, [seq], seq=seq)))
+            written = harness.model.rows_written
+            work = make_work("a", 3, [4], seq=1)
+            await engine.propose(make_call(work))
+            assert harness.model.rows_written == written + 1
+            assert drafts_of(work) == fresh_drafts([1, 2, 3, 4])
 
     run(test())
 
