@@ -53,6 +53,8 @@ class Command:
     description: str
     settings: Callable[[], type[Any]]
     run: Callable[[Any], int]
+    positional: str | None = None
+    """A setting that may also be given without its flag."""
 
 
 def version() -> str:
@@ -320,6 +322,7 @@ COMMANDS = (
         "Print what a checkpoint is, whether it loads, and which attention backend would serve it, with the reasons.",
         _inspect_settings,
         _inspect,
+        positional="model",
     ),
     Command(
         "doctor",
@@ -407,6 +410,10 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         )
         if command.name == asked:
             add_flags(sub, command.settings())
+        if command.positional is not None:
+            sub.add_argument(
+                command.positional, nargs="?", metavar="PATH", default=argparse.SUPPRESS, help="the same as its flag"
+            )
     return parser
 
 

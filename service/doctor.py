@@ -42,6 +42,7 @@ from draft_model.config import DraftConfig
 from draft_model.drafter import ContextWrite, Drafter, DraftRequest
 from draft_model.errors import DraftModelError
 from draft_model.formats import load_config
+from draft_model.pairing import target_differences
 from service.errors import ServiceError, StartupError
 from service.inspect import describe
 from service.loading import load_drafter, model_folders, tokenizer_folder
@@ -410,21 +411,6 @@ class ServerProbe:
         if error is not None:
             raise SessionRefusedError(f"{error.code}: {error.message}")
         return took_ms, reply.timings.total_ms, len(body)
-
-
-def target_differences(config: DraftConfig, target: Mapping[str, Any]) -> list[str]:
-    """How a target's config.json differs from the target that the drafter was trained for."""
-    text = target.get("text_config", target)
-    expected = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.target_hidden_size,
-        "num_hidden_layers": config.target_num_layers,
-    }
-    return [
-        f"{name} is {text.get(name)}, the drafter's target has {value}"
-        for name, value in expected.items()
-        if value is not None and text.get(name) != value
-    ]
 
 
 def acceptance_of(metrics: str) -> float | None:

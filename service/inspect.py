@@ -1,7 +1,8 @@
 """`draft-engine inspect`: what a checkpoint is, whether it loads, and which attention backend would serve it.
 
 Every attention backend is listed with all its reasons, and every path of a usable one is probed on this machine, exactly as
-`serve` does with the one that it takes. With `--json` the same facts are one JSON document, for scripts.
+`serve` does with the one that it takes. With `--target` the draft is held against that target, and every reason why the two do
+not belong together is listed. With `--json` the same facts are one JSON document, for scripts.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from attention.survey import AttentionSurvey, BackendSurvey, survey_attention
 from draft_model.backbone.base import attention_problem
 from draft_model.checkpoint import TensorReader, fingerprint
 from draft_model.config import DraftConfig, MlaGeometry
-from draft_model.formats import load_config
+from draft_model.formats import LAYER_ID_CONVENTIONS, load_config
 from draft_model.linear import compute_dtype
+from draft_model.pairing import pairing_problems
+from draft_model.rotary import RopeConfig
 from service.errors import StartupError
 from service.loading import resolve_device
 from service.settings import EngineSettings
+
+_KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class InspectSettings(EngineSettings):
     """Describing a checkpoint."""
 
     model: Path | None = Field(None, description="Folder of the draft checkpoint. Default: the drafter that ships.")
+    target: Path | None = Field(None, description="Folder of a target model to hold the draft against; config.json will do.")
     attention: bool = Field(False, description="Only the attention backends: usable or not, every reason, the path taken.")
     json_: bool = Field(False, description="Print one JSON document.")
     device: str = Field("auto", description="Device to choose attention backends for: auto, cpu, cuda or cuda:N.")
@@ -50,17 +56,24 @@ class LayerSurvey:
 
 
 def print_report(folder: Path, settings: InspectSettings, console: Console) -> bool:
-    """Print what was asked about the checkpoint in `folder`; returns whether an attention backend may serve every layer.
+    """Print what was asked about the checkpoint in `folder`.
+
+    Returns whether an attention backend may serve every layer and the draft fits the target, where one is given.
 
     Raises:
-        CheckpointError: it cannot be loaded; the message names file, key or tensor.
+        CheckpointError: a folder cannot be loaded; the message names file, key or tensor.
         StartupError: the device or the attention backend is unknown.
     """
     config = load_config(folder)
     facts = {} if settings.attention else {"checkpoint": str(folder), **_file_facts(folder, config), **describe(config)}
+    problems = None if settings.target is None else pairing_problems(folder, config, settings.target)
     surveys = survey_layers(config, settings)
     if settings.json_:
-        document = {**({"facts": facts} if facts else {}), "attention": [_as_json(own) for own in surveys]}
+        document = {
+            **({"facts": facts} if facts else {}),
+            **({} if problems is None else {"target": {"path": str(settings.target), "problems": problems}}),
+            "attention": [_as_json(own) for own in surveys],
+        }
         console.out(json.dumps(document, indent=1), highlight=False)
     else:
         if facts:
@@ -68,11 +81,14 @@ def print_report(folder: Path, settings: InspectSettings, console: Console) -> b
             for name, value in facts.items():
                 table.add_row(name, value)
             console.print(table)
+        if problems is not None:
+            verdict = "fits the draft" if not problems else "does not fit the draft:"
+            console.print("\n  ".join([f"target {settings.target}: {verdict}", *problems]), markup=False)
         for own in surveys:
             console.print(_as_table(own))
             if own.survey.error is not None:
                 console.print(own.survey.error, markup=False)
-    return all(own.survey.error is None for own in surveys)
+    return not problems and all(own.survey.error is None for own in surveys)
 
 
 def _file_facts(folder: Path, config: DraftConfig) -> dict[str, str]:
@@ -103,9 +119,25 @@ def describe(config: DraftConfig) -> dict[str, str]:
         "target": f"hidden {config.target_hidden_size}, {config.target_num_layers or '?'} layers, "
         f"features of layers {list(config.target_layer_ids)}",
         "mask token": str(config.mask_token_id),
+        "layer ids": f"stored {list(config.stored_layer_ids)}; {LAYER_ID_CONVENTIONS[config.source_format].meaning}",
+        "rotary": _rotary(config.rope),
+        "windows": ", ".join("all" if window is None else str(window) for window in config.layer_windows),
         "context row": f"{config.kv_row_width} numbers per layer",
+        "KV bytes per token": ", ".join(
+            f"{name} {config.num_layers * config.kv_row_width * size:,}" for name, size in _KV_BYTES.items()
+        ),
         "longest position": f"{config.max_position:,}",
     }
+
+
+def _rotary(rope: RopeConfig) -> str:
+    said = [f"{rope.rope_type}, theta {rope.theta:g}", f"{rope.rotary_dim} of {rope.head_dim} dimensions"]
+    said.append("neighbouring pairs" if rope.interleaved else "halves")
+    if rope.rope_type != "default":
+        said.append(f"factor {rope.factor:g} over {rope.original_max_position:,} positions")
+    if rope.attention_factor != 1.0 or rope.softmax_factor != 1.0:
+        said.append(f"cosines x {rope.attention_factor:.4g}, softmax scale x {rope.softmax_factor:.4g}")
+    return "; ".join(said)
 
 
 def survey_layers(config: DraftConfig, settings: InspectSettings) -> list[LayerSurvey]:

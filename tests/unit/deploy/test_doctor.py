@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from draft_model.formats import load_config
+from draft_model.pairing import target_differences
 from service.doctor import (
     EXIT_DOES_NOT_PAY,
     EXIT_FAILED,
@@ -18,7 +19,6 @@ from service.doctor import (
     DoctorSettings,
     acceptance_of,
     run_doctor,
-    target_differences,
 )
 from service.metrics import EngineMetrics
 from tests.support.draft_model import make_tiny_drafter

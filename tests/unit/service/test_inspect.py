@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from attention.backends import BACKENDS
 from service.cli import main
@@ -87,3 +89,70 @@ def test_what_is_unknown_is_named(capsys: pytest.CaptureFixture[str], argv: tupl
     shown = capsys.readouterr().err
     assert all(word in shown for word in words)
     assert "Traceback" not in shown
+
+
+def _target(folder: Path, **changed: object) -> Path:
+    """The target of the recorded drafts, with a few fields of its config changed."""
+    config = json.loads((_GOLDEN / "target" / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    return folder
+
+
+def test_a_checkpoint_is_named_with_or_without_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(_GOLDEN / "draft_vanilla")
+    assert _document(capsys, path, "--device", "cpu") == _document(capsys, "--model", path, "--device", "cpu")
+
+
+def test_every_derived_fact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = _document(capsys, str(_GOLDEN / "draft_vanilla"), "--device", "cpu")
+    facts = found["facts"]
+    assert facts["layer ids"] == "stored [0, 2, 4]; id k is the output of decoder layer k; -1 is the embedding's output"
+    assert facts["rotary"] == "default, theta 1e+06; 16 of 16 dimensions; halves"
+    assert facts["windows"] == "all, all"
+    # Two layers of two key and two value heads of 16 numbers make 256.
+    assert facts["KV bytes per token"] == "float32 1,024, bfloat16 512, float16 512"
+
+
+def test_a_target_that_fits_is_said_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, found = _document(capsys, str(_GOLDEN / "draft_vanilla"), "--target", str(_target(tmp_path / "target")))
+    assert (code, found["target"]["problems"]) == (0, [])
+    assert main(["inspect", str(_GOLDEN / "draft_vanilla"), "--target", str(tmp_path / "target")]) == 0
+    assert "fits the draft" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"vocab_size": 7}, "vocab_size is 7"),
+        ({"hidden_size": 40}, "hidden_size is 40"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers is 4"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_refused_with_the_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changed: dict[str, object], words: str
+) -> None:
+    target = _target(tmp_path / "target", **changed)
+    code, found = _document(capsys, str(_GOLDEN / "draft_vanilla"), "--target", str(target))
+    assert code == 1
+    assert any(words in problem for problem in found["target"]["problems"])
+
+
+def test_a_target_without_the_embedding_that_the_draft_takes_from_it_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_tiny_drafter(tmp_path / "tiny", has_vocabulary=False)
+    config = json.loads((folder / "config.json").read_text())
+    target = tmp_path / "target"
+    target.mkdir()
+    shape = {"vocab_size": config["vocab_size"], "hidden_size": config["target_hidden_size"]}
+    (target / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": config["target_num_hidden_layers"]}))
+    save_file({"model.norm.weight": torch.ones(4)}, target / "model.safetensors")
+    code, found = _document(capsys, str(folder), "--target", str(target))
+    assert code == 1
+    assert any("embed_tokens" in problem for problem in found["target"]["problems"])
+
+
+def test_a_target_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["inspect", str(_GOLDEN / "draft_vanilla"), "--target", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere/config.json does not exist" in capsys.readouterr().err
