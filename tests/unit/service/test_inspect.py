@@ -110,8 +110,8 @@ def test_every_derived_fact_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["layer ids"] == "stored [0, 2, 4]; id k is the output of decoder layer k; -1 is the embedding's output"
     assert facts["rotary"] == "default, theta 1e+06; 16 of 16 dimensions; halves"
     assert facts["windows"] == "all, all"
-    # Two layers of two key and two value heads of 16 numbers make 256.
-    assert facts["KV bytes per token"] == "float32 1,024, bfloat16 512, float16 512"
+    # Two layers of two key and two value heads of 16 numbers make 128.
+    assert facts["KV bytes per token"] == "float32 512, bfloat16 256, float16 256"
 
 
 def test_a_target_that_fits_is_said_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
