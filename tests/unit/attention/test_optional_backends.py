@@ -29,6 +29,7 @@ from attention.capabilities import AttentionProblem
 from attention.probe import prove
 from attention.selector import AttentionSelectionError, DecodePath, Selection, select_backend
 from tests.support.attention import make_attention, make_case, make_problem
+from tests.support.published import published_signature
 
 _OPTIONAL = ["tokenspeed_mla", "flash_mla", "flashinfer", "triton"]
 
@@ -432,6 +433,83 @@ def test_flashinfer_plans_a_batch_once_and_pads_it(flashinfer: _FlashInfer) -> N
     assert flashinfer.plans[0]["metadata"]["kv_len_arr"].tolist() == [70, 7, 8]
 
 
+_FLASHINFER = "flashinfer/mla/_batch_mla"
+# What we call: where the stand-in keeps it, and wheel, file and name of the published function.
+_FLASH_MLA_CALLS = (
+    ("get_mla_metadata", ("sgl_flash_mla", "flash_mla/flash_mla_interface.py", "get_mla_metadata")),
+    ("flash_mla_with_kvcache", ("sgl_flash_mla", "flash_mla/flash_mla_interface.py", "flash_mla_with_kvcache")),
+)
+_FLASHINFER_CALLS = (
+    ("plan", ("flashinfer_python", f"{_FLASHINFER}/_wrapper.py", "BatchMLAPagedAttentionWrapper.plan")),
+    ("run", ("flashinfer_python", f"{_FLASHINFER}/_wrapper.py", "BatchMLAPagedAttentionWrapper.run")),
+)
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _record(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Calls:
+    """Keep the arguments of every call of `owner.name`, as they were given."""
+    calls: Calls = []
+    original = getattr(owner, name)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, recorded)
+    return calls
+
+
+@pytest.mark.parametrize(("name", "published"), _FLASH_MLA_CALLS)
+def test_flash_mla_takes_our_call(
+    flash_mla: _FlashMla, monkeypatch: pytest.MonkeyPatch, name: str, published: tuple[str, str, str]
+) -> None:
+    calls = _record(monkeypatch, sys.modules["flash_mla.flash_mla_interface"], name)
+    assert prove(Selection("flash_mla", DecodePath.FUSED), _k3_problem()) is None
+    assert calls
+    for args, kwargs in calls:
+        published_signature(*published).bind(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("name", "published"), _FLASHINFER_CALLS)
+def test_flashinfer_takes_our_call(
+    flashinfer: _FlashInfer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    published: tuple[str, str, str],
+    kv_cache_dtype: torch.dtype,
+) -> None:
+    calls = _record(monkeypatch, _FlashInferPlan, name)
+    assert prove(Selection("flashinfer", DecodePath.FUSED), _k3_problem(kv_cache_dtype=kv_cache_dtype)) is None
+    assert calls
+    for args, kwargs in calls:
+        published_signature(*published).bind(*args, **kwargs)
+
+
+def test_flashinfer_makes_our_wrapper_and_its_plan_metadata(flashinfer: _FlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = sys.modules["flashinfer.mla"]
+    wrappers = _record(monkeypatch, module, "BatchMLAPagedAttentionWrapper")
+    metadata = _record(monkeypatch, module.MLAPlanMetadata, "csr")
+    assert prove(Selection("flashinfer", DecodePath.FUSED), _k3_problem()) is None
+    made = (
+        (wrappers, f"{_FLASHINFER}/_wrapper.py", "BatchMLAPagedAttentionWrapper.__init__"),
+        (metadata, f"{_FLASHINFER}/_contracts.py", "MLAPlanMetadata.csr"),
+    )
+    for calls, source, function in made:
+        assert calls
+        for args, kwargs in calls:
+            # The object or the class comes first.
+            published_signature("flashinfer_python", source, function).bind(None, *args, **kwargs)
+
+
+def test_a_call_that_a_release_would_not_take_is_told(flash_mla: _FlashMla) -> None:
+    signature = published_signature(*_FLASH_MLA_CALLS[1][1])
+    with pytest.raises(TypeError, match="missing a required argument"):
+        signature.bind(q=None)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        signature.bind(**dict.fromkeys(signature.parameters), is_causal=False)
+
+
 @pytest.mark.parametrize("name", _OPTIONAL)
 def test_an_unusable_backend_is_reasons_and_no_exception(name: str) -> None:
     (candidate,) = [candidate for candidate in default_backends() if candidate.name == name]
@@ -537,7 +615,6 @@ def test_the_real_kernel_takes_our_arguments_up_to_the_device(
         attention.forward(query, cache, 1, metadata, softmax_scale=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("causal_mask", "query_len"), [(False, 7), (True, 1)])
 def test_the_real_kernel_compiles_for_blackwell(
     real_tokenspeed: ModuleType, monkeypatch: pytest.MonkeyPatch, causal_mask: bool, query_len: int
