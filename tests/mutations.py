@@ -162,11 +162,11 @@ MUTATIONS = (
     ),
     Mutation(
         10,
-        "rows that were sent count as held, whether or not a reply came",
+        "a session that was refused for its epoch is not opened anew",
         f"{CLIENT}::test_a_fault_costs_the_drafts_of_its_step_and_repairs_itself",
         "client/draft_engine_client/sessions.py",
-        "            self._opened_at = start\n        self._sent_end = end\n",
-        "            self._opened_at = start\n        self._sent_end = self._acked_end = end\n",
+        "elif code in _REFUSED_EPOCHS:\n            self.forget_server()",
+        "elif code in _REFUSED_EPOCHS:\n            pass",
     ),
     Mutation(
         11,

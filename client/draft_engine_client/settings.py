@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ class ClientSettings:
     Args:
         url: base of the draft server, such as `http://127.0.0.1:8100`.
         client_name: name of this target server, for people.
+        route_key: sent with every request as the header `x-draft-client`, for a proxy that keeps a client at one of several
+            draft servers by hashing it. Default: random.
         step_deadline_ms: longest that one `propose` may take.
         connect_timeout_s: longest that opening a connection may take; done in the background, apart from any step.
         request_timeout_s: longest that a background request (handshake, upload of rows) may take.
@@ -32,6 +35,7 @@ class ClientSettings:
 
     url: str
     client_name: str = "target"
+    route_key: str = field(default_factory=lambda: secrets.token_hex(8))
     step_deadline_ms: float = 50.0
     connect_timeout_s: float = 1.0
     request_timeout_s: float = 5.0
@@ -50,6 +54,8 @@ class ClientSettings:
             raise ValueError(f"url must be http://host:port or https://host:port; it is {self.url!r}")
         if not 1 <= len(self.client_name) <= 256:
             raise ValueError("client_name must have 1 to 256 characters")
+        if not (1 <= len(self.route_key) <= 256 and self.route_key.isascii() and self.route_key.isprintable()):
+            raise ValueError("route_key must have 1 to 256 printable ASCII characters")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ValueError("api_key must be printable ASCII")
         for name in ("step_deadline_ms", "connect_timeout_s", "request_timeout_s", "breaker_min_s", "breaker_max_s"):

@@ -140,7 +140,11 @@ class Channel:
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         self._base = parts.path.rstrip("/").encode()
         self._scheme, self._host, self._port = parts.scheme.encode(), host.encode("idna"), port
-        self._headers = [(b"host", parts.netloc.rpartition("@")[2].encode("ascii", "ignore")), (b"user-agent", _USER_AGENT)]
+        self._headers = [
+            (b"host", parts.netloc.rpartition("@")[2].encode("ascii", "ignore")),
+            (b"user-agent", _USER_AGENT),
+            (b"x-draft-client", settings.route_key.encode()),
+        ]
         if settings.api_key is not None:
             self._headers.append((b"authorization", b"Bearer " + settings.api_key.encode()))
         self._max_reply_bytes = settings.max_reply_bytes

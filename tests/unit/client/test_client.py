@@ -750,3 +750,14 @@ def test_more_sessions_than_a_call_may_have_take_turns(server: Adversary, client
                 assert drafts.token_ids == request.right()
             request.grow()
     assert len(served) == 11
+
+
+def test_every_request_of_a_client_carries_one_key_to_route_by(server: Adversary) -> None:
+    keys = []
+    for _ in range(2):
+        server.headers.clear()
+        with connected(server) as client:
+            propose_until_right(client, Request("a"))
+        (key,) = {headers["x-draft-client"] for headers in server.headers}
+        keys.append(key)
+    assert keys[0] != keys[1]

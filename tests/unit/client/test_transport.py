@@ -105,6 +105,8 @@ def test_a_channel_is_not_ready_before_its_first_request(url: str) -> None:
         {"url": "ftp://host"},
         {"url": "http://"},
         {"client_name": ""},
+        {"route_key": ""},
+        {"route_key": "a\nb"},
         {"api_key": ""},
         {"api_key": "ключ"},
         {"api_key": "a\nb"},
