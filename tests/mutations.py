@@ -162,11 +162,11 @@ MUTATIONS = (
     ),
     Mutation(
         10,
-        "a session that was refused for its epoch is not opened anew",
+        "what a server held counts as held after it was given up",
         f"{CLIENT}::test_a_fault_costs_the_drafts_of_its_step_and_repairs_itself",
         "client/draft_engine_client/sessions.py",
-        "elif code in _REFUSED_EPOCHS:\n            self.forget_server()",
-        "elif code in _REFUSED_EPOCHS:\n            pass",
+        "        self._acked_end = _NEVER\n        self._opened_at = _NEVER\n        self._sent_end = _NEVER\n",
+        "",
     ),
     Mutation(
         11,
