@@ -230,7 +230,7 @@ def _tell(line: str) -> None:
 def main() -> int:
     """Run the stack; returns the exit code."""
     try:
-        run_stack(Path("build/stack"), _tell, environment=os.environ)
+        run_stack(Path("build/stack").resolve(), _tell, environment=os.environ)
     except ComposeError as error:
         sys.stderr.write(f"make stack: {error}\n")
         return 1
