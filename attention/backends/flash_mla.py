@@ -9,6 +9,7 @@ Shape symbols: B requests, Q query rows per request, H query heads.
 from __future__ import annotations
 
 import importlib
+import inspect
 import weakref
 from typing import Any, ClassVar
 
@@ -46,6 +47,9 @@ class FlashMlaBackend(LatentKernelBackend):
     def __init__(self, problem: AttentionProblem) -> None:
         super().__init__(problem)
         self._module = importlib.import_module(self.module)
+        # SGLang's build has dense decoding on its legacy side alone; others have one side and no such argument.
+        arguments = inspect.signature(self._module.flash_mla_with_kvcache).parameters
+        self._side = {"use_legacy": True} if "use_legacy" in arguments else {}
         # The metadata object is the batch; an address would come back for another one.
         self._schedule: tuple[weakref.ref[BlockMetadata], int, Any] | None = None
 
@@ -74,6 +78,7 @@ class FlashMlaBackend(LatentKernelBackend):
             tile_scheduler_metadata=self._schedule_of(metadata, num_slots),
             softmax_scale=softmax_scale,
             causal=False,
+            **self._side,
         )
         return without_padding(output, None, metadata)
 

@@ -81,6 +81,7 @@ class Sizes:
     gemm_size: int
 
 
+_LARGE_BATCH = 32
 ON_GPU = Sizes(65_536, (1, 2, 4, 8, 16, 32, 64, 128), 8, 0.25, 2**31, 8192)
 ON_CPU = Sizes(150, (1, 3), 2, 0.0, 2**20, 64)
 
@@ -328,7 +329,7 @@ def figures(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """What is to be reached, of the backend that is fastest on the largest batch of each type."""
     found: list[dict[str, Any]] = []
     for types in TYPES:
-        large = [cell for cell in cells if cell.types == types and cell.batch_size >= 32 and not cell.why]
+        large = [cell for cell in cells if cell.types == types and cell.batch_size >= _LARGE_BATCH and not cell.why]
         if not large:
             continue
         most = max(cell.batch_size for cell in large)
@@ -400,10 +401,12 @@ def check(
     reached = figures(report.cells)
     for figure in reached:
         _say(f"{figure['name']}: {figure['value']}, to reach {figure['to_reach']}: {'yes' if figure['ok'] else 'NO'}")
+    # Goals that nothing was timed for were not reached.
+    is_judged = bool(reached) or max(sizes.batches) < _LARGE_BATCH
     is_right = not any(found.why for found in report.checks) and not any(cell.why for cell in report.cells)
     return {
         "check": "gpu_attention",
-        "ok": bool(report.checks) and is_right and all(figure["ok"] for figure in reached),
+        "ok": bool(report.checks) and is_right and is_judged and all(figure["ok"] for figure in reached),
         "commit": _commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "versions": {

@@ -6,6 +6,7 @@ and computes what the kernel is documented to compute, so that the probe runs th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -255,8 +256,10 @@ class _FlashMla:
         causal: bool = False,
         is_fp8_kvcache: bool = False,
         indices: Tensor | None = None,
+        use_legacy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         self.calls.append(dict(locals()))
+        assert use_legacy, "Sparse attention is required"
         assert block_table is not None
         assert cache_seqlens is not None
         assert softmax_scale is not None
@@ -286,6 +289,34 @@ def flash_mla(monkeypatch: pytest.MonkeyPatch) -> _FlashMla:
 def test_flash_mla_passes_the_probe(flash_mla: _FlashMla, path: DecodePath) -> None:
     assert prove(Selection("flash_mla", path), _k3_problem()) is None
     assert all(call["causal"] is False for call in flash_mla.calls)
+
+
+def test_flash_mla_serves_a_build_with_one_side(flash_mla: _FlashMla, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_one_side(
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        head_dim_v: int,
+        tile_scheduler_metadata: object,
+        softmax_scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        return flash_mla.flash_mla_with_kvcache(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v,
+            tile_scheduler_metadata,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            use_legacy=True,
+        )
+
+    monkeypatch.setattr(sys.modules["flash_mla.flash_mla_interface"], "flash_mla_with_kvcache", with_one_side)
+    assert prove(Selection("flash_mla", DecodePath.FUSED), _k3_problem()) is None
+    assert flash_mla.calls
 
 
 def test_flash_mla_layers_share_a_schedule_and_batches_do_not(flash_mla: _FlashMla) -> None:
@@ -451,6 +482,7 @@ def _record(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Calls:
     calls: Calls = []
     original = getattr(owner, name)
 
+    @functools.wraps(original)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         calls.append((args, kwargs))
         return original(*args, **kwargs)
