@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_KERNELS := $(VENV)/.ready-kernels
+VENV_VLLM := .venv-vllm
+READY_VLLM := $(VENV_VLLM)/.ready
 PYTEST := $(BIN)/python -m pytest
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve target train check test test-slow mutations test-gpu bench bench-attention bench-propose bench-schedule format pins clean \
-	doctor stack docs docker-build docker-test
+	doctor stack docs docker-build docker-test vllm test-vllm
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -39,6 +41,15 @@ $(READY_KERNELS): $(READY)
 		"flashinfer-python==0.7.4" "sgl-flash-mla==1.0.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
 	touch $@
 
+# vLLM has its own environment: its pins are not ours, and nothing of it is imported here.
+$(READY_VLLM): constraints-vllm.txt
+	test -x $(VENV_VLLM)/bin/pip || $(PYTHON) -m venv --clear $(VENV_VLLM)
+	@echo "installing the pinned CPU build of vLLM (3.4 GB on disk)"
+	$(VENV_VLLM)/bin/pip install --quiet --no-deps --requirement constraints-vllm.txt
+	touch $@
+
+vllm: $(READY_VLLM) ## virtual environment with the CPU build of vLLM
+
 demo: $(READY) ## the whole loop: plain and drafted decoding of the embedded pair, side by side
 	$(BIN)/draft-engine demo $(ARGS)
 
@@ -63,10 +74,13 @@ format: $(READY) ## format the code
 	$(BIN)/ruff check --fix .
 
 test: $(READY_KERNELS) ## all tests that are not slow (under 10 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile -m "not slow and not gpu and not vllm"
 
 test-slow: $(READY_KERNELS) ## the slow tests
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not vllm"
+
+test-vllm: $(READY) $(READY_VLLM) ## a real vLLM server with the drafter that ships (several minutes)
+	OMP_NUM_THREADS=1 $(PYTEST) -m vllm tests/vllm
 
 mutations: $(READY_KERNELS) ## break the protocol's rules one by one; a test must notice each (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m tests.mutations
@@ -107,4 +121,4 @@ pins: $(READY_KERNELS) ## write the versions that are installed now into constra
 		| sed 's/+cpu$$//' | sort -f >> constraints.txt
 
 clean: ## remove what the verbs made
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VENV_VLLM)

@@ -1,6 +1,7 @@
 """The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
 
     draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless | canary | calibrate
+    draft-engine vllm-args
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -230,6 +231,13 @@ def _calibrate(settings: Any) -> int:
     return run_calibrate(settings, _console())
 
 
+def _vllm_args(settings: Any) -> int:
+    from service.vllm_args import run_vllm_args
+
+    run_vllm_args(settings, _console())
+    return 0
+
+
 def _train_settings() -> type[Any]:
     from pydantic import BaseModel, create_model
 
@@ -279,6 +287,12 @@ def _calibrate_settings() -> type[EngineSettings]:
     from service.calibrate import CalibrateSettings
 
     return CalibrateSettings
+
+
+def _vllm_args_settings() -> type[EngineSettings]:
+    from service.vllm_args import VllmArgsSettings
+
+    return VllmArgsSettings
 
 
 def _lossless_settings() -> type[EngineSettings]:
@@ -360,6 +374,14 @@ COMMANDS = (
         "Fit a temperature for each position of a block to rounds that a target recorded, and store them with the checkpoint.",
         _calibrate_settings,
         _calibrate,
+    ),
+    Command(
+        "vllm-args",
+        "print the flags that pair a vLLM server with a draft server",
+        "Ask a running draft server what it serves, and print the flags for `vllm serve`. The key of the draft server is not "
+        "among them: vLLM reads DRAFT_ENGINE_API_KEY.",
+        _vllm_args_settings,
+        _vllm_args,
     ),
 )
 
