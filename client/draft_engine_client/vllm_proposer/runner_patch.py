@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from draft_engine_client.vllm_proposer import cpu_defect
+from draft_engine_client.vllm_proposer import cpu_defects
 from draft_engine_client.vllm_proposer.errors import PairingError
 
 SUPPORTED_RELEASES = ("0.32", "0.33")
@@ -42,7 +42,6 @@ RUNNER_SIGNATURES: Mapping[str, tuple[str, ...]] = {
         "slot_mappings",
     ),
 }
-EXPAND_SIGNATURE = ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")
 _MARK = "_draft_engine_patch"
 
 
@@ -75,10 +74,22 @@ def install() -> None:
     check_release(vllm.__version__)
     check_signatures(GPUModelRunner, RUNNER_SIGNATURES)
     if current_platform.is_cpu():
-        check_signature("expand_batch_to_tokens", rejection_sampler.expand_batch_to_tokens, EXPAND_SIGNATURE)
-        rejection_sampler.expand_batch_to_tokens = cpu_defect.expand_batch_to_tokens
+        mend_cpu_sampling(rejection_sampler)
     patch_runner(GPUModelRunner)
     setattr(GPUModelRunner, _MARK, True)
+
+
+def mend_cpu_sampling(rejection_sampler: Any) -> None:
+    """Replace what is defective in vLLM's module on CPUs; see `cpu_defects`.
+
+    Raises:
+        PairingError: a function is not what the replacement was written for.
+    """
+    expand, constrain = rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints
+    check_signature("expand_batch_to_tokens", expand, cpu_defects.EXPAND_SIGNATURE)
+    check_signature("apply_sampling_constraints", constrain, cpu_defects.CONSTRAIN_SIGNATURE)
+    rejection_sampler.expand_batch_to_tokens = cpu_defects.expand_batch_to_tokens
+    rejection_sampler.apply_sampling_constraints = cpu_defects.constrain_drafted_rows(constrain)
 
 
 def check_release(version: str) -> None:
