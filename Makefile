@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve target train check test test-slow mutations test-gpu bench bench-attention bench-propose bench-schedule format pins clean \
-	doctor stack docs docker-build docker-test vllm test-vllm
+	doctor stack docs docker-build docker-test vllm test-vllm demo-vllm
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -52,6 +52,9 @@ vllm: $(READY_VLLM) ## virtual environment with the CPU build of vLLM
 
 demo: $(READY) ## the whole loop: plain and drafted decoding of the embedded pair, side by side
 	$(BIN)/draft-engine demo $(ARGS)
+
+demo-vllm: $(READY) $(READY_VLLM) ## a real vLLM server with and without drafts -> build/demo_vllm.json (a few minutes)
+	$(BIN)/draft-engine demo-vllm $(ARGS)
 
 serve: $(READY) ## draft server on 127.0.0.1:8100
 	$(BIN)/draft-engine serve $(ARGS)

@@ -1,7 +1,7 @@
 """The command line, and the composition root: it alone builds settings -> drafter -> engine -> application.
 
     draft-engine serve | target | demo | train | inspect | doctor | bench | verify-lossless | canary | calibrate
-    draft-engine vllm-args
+    draft-engine vllm-args | demo-vllm
 
 What a command needs is imported when it runs, so that `--help` answers at once.
 """
@@ -238,6 +238,12 @@ def _vllm_args(settings: Any) -> int:
     return 0
 
 
+def _demo_vllm(settings: Any) -> int:
+    from service.demo_vllm import run_demo_vllm
+
+    return 0 if run_demo_vllm(settings, _console()) else 1
+
+
 def _train_settings() -> type[Any]:
     from pydantic import BaseModel, create_model
 
@@ -293,6 +299,12 @@ def _vllm_args_settings() -> type[EngineSettings]:
     from service.vllm_args import VllmArgsSettings
 
     return VllmArgsSettings
+
+
+def _demo_vllm_settings() -> type[EngineSettings]:
+    from service.demo_vllm import DemoVllmSettings
+
+    return DemoVllmSettings
 
 
 def _lossless_settings() -> type[EngineSettings]:
@@ -382,6 +394,14 @@ COMMANDS = (
         "among them: vLLM reads DRAFT_ENGINE_API_KEY.",
         _vllm_args_settings,
         _vllm_args,
+    ),
+    Command(
+        "demo-vllm",
+        "pair a real vLLM server on this machine, and compare with plain vLLM",
+        "Answer the demo's prompts with vLLM alone and with vLLM and a draft server, and print acceptance as both sides count "
+        "it. Needs the environment of `make vllm`; takes a few minutes.",
+        _demo_vllm_settings,
+        _demo_vllm,
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.target.weights import default_cache_dir, ensure_target
-from service.vllm_process import vllm_process
+from service.vllm_process import VllmProcess, vllm_process
 from tests.vllm.pair import BASE_FLAGS, CHATS, MIXED, SHARED, SPECIAL, VLLM_PYTHON, DraftServer, answer_all, stop_token_asks
 
 LOGS = Path("build/logs")
@@ -35,3 +35,13 @@ def draft_server(target_folder: Path) -> Iterator[DraftServer]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def drafted(
+    target_folder: Path, plain_answers: dict[str, list[tuple[Any, ...]]], draft_server: DraftServer
+) -> Iterator[VllmProcess]:
+    """A vLLM server paired with the draft server. The plain one has ended by then, since both would use the same core."""
+    flags = [*BASE_FLAGS, *draft_server.flags()]
+    with vllm_process(VLLM_PYTHON, target_folder, flags, LOGS / "vllm-drafted.log") as process:
+        yield process

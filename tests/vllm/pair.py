@@ -92,6 +92,13 @@ def read_metrics(url: str, prefix: str) -> dict[str, float]:
     return values
 
 
+def counts(url: str) -> tuple[float, float, float]:
+    """Verified blocks, drafted tokens, accepted tokens, as vLLM counts them."""
+    metrics = read_metrics(url, "vllm:spec_decode")
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return tuple(metrics[f"vllm:spec_decode_{name}_total"] for name in names)  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request: its body without the model, and whether it is a chat."""

@@ -19,15 +19,18 @@ pytestmark = pytest.mark.vllm
 
 _PROBE = """
 import json, types, torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from draft_engine_client.vllm_proposer import cpu_defects
 
-ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+values, ends = torch.tensor([0.5, 0.7, 0.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
 wanted = [0.5, 0.5, 1.0, 1.0, 1.0]
 
-def expand(function):
-    torch.empty(5).fill_(float("nan"))  # so that what the allocator hands out next is hardly right by chance
-    return function(torch.tensor([0.5, 0.7, 0.0]), ends, 5, replace_from=0, replace_to=1).tolist() == wanted
+theirs = torch.full((5,), -1.0)
+cpu_triton_utils._expand_kernel_impl(theirs, values, ends, 0, 1)
+ours = cpu_defects.expand_batch_to_tokens(values, ends, 5, replace_from=0, replace_to=1)
 
 def constrain(function):
     sampling = types.SimpleNamespace(
@@ -38,9 +41,10 @@ def constrain(function):
     except RuntimeError as error:
         return str(error)
 
+rejection_sampler.expand_batch_to_tokens = cpu_defects.expand_batch_to_tokens
 print(json.dumps({
-    "expand": expand(rejection_sampler.expand_batch_to_tokens),
-    "expand_mended": expand(cpu_defects.expand_batch_to_tokens),
+    "expand": theirs.tolist() == wanted,
+    "expand_mended": ours.tolist() == wanted,
     "constrain": constrain(rejection_sampler.apply_sampling_constraints),
     "constrain_mended": constrain(cpu_defects.constrain_drafted_rows(rejection_sampler.apply_sampling_constraints)),
 }))

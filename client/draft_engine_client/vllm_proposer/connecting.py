@@ -18,6 +18,7 @@ from draft_engine_client.wire import ModelFacts, ModelList, TargetFingerprint
 
 _JSON = "application/json"
 _PAUSE_S = 0.5
+_GLANCE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,20 @@ def connect(
         ), None
     client = DraftClient(client_settings, target.model_copy(update={"target_layer_ids": tuple(layers)}))
     client.start()
-    if facts is not None and not client.wait_connected(settings.startup_timeout_s):
+    if facts is not None and not _shakes_hands(client, settings.startup_timeout_s):
         problem = f"the draft server at {settings.url} refuses this target: {client.refusal or 'no answer'}"
         client.close()
         return Pairing(problem=problem), None
     return Pairing(target_layer_ids=tuple(layers)), client
+
+
+def _shakes_hands(client: DraftClient, timeout_s: float) -> bool:
+    """Whether a server that is known to answer takes this target; it is not asked twice."""
+    deadline_at = time.monotonic() + timeout_s
+    while not client.wait_connected(_GLANCE_S):
+        if client.refusal is not None or time.monotonic() > deadline_at:
+            return False
+    return True
 
 
 def _wait_for_facts(settings: ClientSettings, timeout_s: float) -> ModelFacts | None:
