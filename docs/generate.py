@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from draft_engine_client.schema import json_schema
 from draft_engine_client.settings import ClientSettings
+from draft_engine_client.vllm_proposer.settings import ProposerSettings
 from service.cli import COMMANDS
 from service.errors import STATUS_OF_CODE
 from service.metrics import EngineMetrics
@@ -119,6 +120,15 @@ def client_settings() -> str:
     return _table(("setting", "default", "meaning"), rows)
 
 
+def vllm_settings() -> str:
+    """The settings of the vLLM proposer."""
+    rows = []
+    for name, field in ProposerSettings.model_fields.items():
+        default = "required" if field.is_required() else _default(field)
+        rows.append((f"`{name}`", default, field.description or ""))
+    return _table(("setting", "default", "meaning"), rows)
+
+
 def _described_arguments(docstring: str) -> dict[str, str]:
     """The lines of the section `Args:` by argument."""
     found: dict[str, str] = {}
@@ -215,6 +225,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "settings": command_settings,
     "client-settings": client_settings,
+    "vllm-settings": vllm_settings,
     "messages": messages,
     "error-codes": error_codes,
     "metrics": metrics,

@@ -23,7 +23,7 @@ GROWING = [
     for place, ask in enumerate(MIXED)
     if "long" in ask.name
 ]
-NUM_BLOCKS = "48"
+NUM_BLOCKS = "24"
 BLOCK_SIZE = "32"
 
 

@@ -45,7 +45,7 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 def test_the_references_have_their_generated_parts() -> None:
     generator = load_generator()
-    assert {page.name for page in generator.pages()} == {"configuration.md", "protocol.md", "operators.md"}
+    assert {page.name for page in generator.pages()} == {"configuration.md", "protocol.md", "operators.md", "vllm.md"}
     found = {match["name"] for page in PAGES for match in generator._BLOCK.finditer(page.read_text())}
     assert found == set(generator.PARTS)
 
