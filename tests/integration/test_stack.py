@@ -89,12 +89,13 @@ def test_a_target_without_a_drafter_serves_and_finds_the_drafter_later(project: 
     wait_for_drafts(project.url_of("target"), KEY)
 
 
-def test_the_health_check_needs_no_key_and_every_other_route_does(project: Project) -> None:
+def test_health_and_version_need_no_key_and_every_other_route_does(project: Project) -> None:
     project.start("draft")
     project.wait_healthy("draft", 120.0)
     url = project.url_of("draft")
-    assert httpx.get(f"{url}/health").status_code == 200
-    for path in ("/v1/models", "/metrics", "/version", "/v1/sessions", "/docs"):
+    for path in ("/health", "/version"):
+        assert httpx.get(url + path).status_code == 200, path
+    for path in ("/v1/models", "/metrics", "/v1/sessions", "/docs"):
         assert httpx.get(url + path).status_code == 401, path
         assert httpx.get(url + path, headers={"authorization": f"Bearer {KEY}"}).status_code == 200, path
     assert KEY not in project.log_of("draft").read_text()
