@@ -60,7 +60,7 @@ class DraftServer:
     def start(self) -> None:
         arguments = ["serve", "--port", str(self.port), "--threads", "1", "--target-model", str(self._target_folder)]
         self.process = ServerProcess(arguments, self._log)
-        self.process.wait_ready(120.0)
+        self.process.wait_ready(300.0)  # beside a vLLM server under load, on the same cores
 
     def kill(self) -> None:
         assert self.process is not None
