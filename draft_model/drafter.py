@@ -26,7 +26,7 @@ from attention.block_attention import BlockMetadata
 from attention.cache import PagedKVCache, slots_of
 from attention.probe import open_attention
 from attention.selector import Selection
-from draft_model.backbone.base import Backbone, DraftBlocks, attention_problem
+from draft_model.backbone.base import Backbone, DraftBlocks, ProjectionWeights, attention_problem
 from draft_model.backbone.gqa import GqaBackbone
 from draft_model.backbone.mla import MlaBackbone
 from draft_model.calibration import FILE_NAME as CALIBRATION_FILE
@@ -236,6 +236,11 @@ class Drafter:
     def copy_page(self, source: int, destination: int) -> None:
         """Copy the rows of one page to another, in every layer."""
         self.cache.copy_page(source, destination)
+
+    @property
+    def projection(self) -> ProjectionWeights:
+        """How raw features become projected rows, for targets that do it themselves."""
+        return self._backbone.project.weights
 
     @torch.inference_mode()
     def write_context(self, writes: Sequence[ContextWrite]) -> None:

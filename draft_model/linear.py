@@ -42,6 +42,14 @@ class PackedLinear:
         else:
             self._weight = weight.to(getattr(torch, dtype)).float().contiguous()
 
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] float32, as it is multiplied."""
+        if self._packed is not None:
+            unpacked: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+            return unpacked.float()
+        return self._weight
+
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, in] float32 to [T, out] float32."""
         if self._packed is not None:
@@ -74,6 +82,11 @@ class Linear:
             self._packed = PackedLinear(weight, "float16")
         else:
             self._weight = weight.to(dtype).contiguous()
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] of `dtype`, as it is multiplied."""
+        return self._weight if self._packed is None else self._packed.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""

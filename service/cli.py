@@ -93,7 +93,7 @@ def _serve(settings: ServeSettings) -> int:
         disconnect_grace_seconds=settings.disconnect_grace_seconds,
         max_clients=settings.max_sessions,
     )
-    serving = Serving(first.facts, first.limits, first.tokenizer_hash)
+    serving = Serving(first)
     reloader = Reloader(
         engine=engine,
         clients=clients,

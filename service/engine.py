@@ -27,6 +27,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from draft_model.backbone.base import ProjectionWeights
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 from service.batching import CallQueue, StepPlan, plan_step, take_in
 from service.calls import ProposeCall, SessionOutcome, SessionWork
@@ -52,6 +53,10 @@ class DraftModel(Protocol):
     @property
     def head_seconds(self) -> float:
         """Time of the last `draft` in the sequential head."""
+
+    @property
+    def projection(self) -> ProjectionWeights:
+        """How raw features become projected rows."""
 
     def write_context(self, writes: Sequence[ContextWrite]) -> None:
         """Write context rows to the pages of several sessions."""

@@ -255,6 +255,14 @@ def _parse(message: type[RequestT], document: bytes | bytearray) -> RequestT:
         raise from_validation(error) from error
 
 
+def tensor_view(tensor: Tensor) -> TensorView:
+    """A float tensor as it is sent; one that is elsewhere is copied to the host."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype == torch.bfloat16:
+        return TensorView.from_array(host.view(torch.uint16).numpy(), is_bfloat16=True)
+    return TensorView.from_array(host.numpy())
+
+
 def _require_tensor(name: str, view: TensorView, dtypes: tuple[str, ...], axes: tuple[str, ...]) -> None:
     if view.dtype not in dtypes:
         raise RequestError("wrong_dtype", f"{name} must be {' or '.join(dtypes)}; it is {view.dtype}", param=name)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from pydantic.json_schema import models_json_schema
 
+from draft_engine_client import codec
 from draft_engine_client.wire import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -24,18 +26,20 @@ from draft_engine_client.wire import (
     ModelEntry,
     ModelList,
     Name,
+    ProjectionInfo,
     ProposeReply,
     ProposeRequest,
     SessionInfo,
     SessionList,
     VersionInfo,
 )
+from draft_model.backbone.base import ProjectionWeights
 from service.clients import ClientTable, check_hello
 from service.engine import DraftEngine
 from service.errors import NotFoundError, UnavailableError
 from service.metrics import MEDIA_TYPE as METRICS_MEDIA_TYPE
 from service.metrics import EngineMetrics
-from service.propose import CONTAINER, MAX_JSON_BYTES, connection_of
+from service.propose import CONTAINER, MAX_JSON_BYTES, connection_of, tensor_view
 from service.serving import Reloader, Serving
 from service.sessions import Session, SessionKey, SessionTable
 from service.settings import EngineLimits
@@ -43,6 +47,7 @@ from service.status_page import HEADERS as PAGE_HEADERS
 from service.status_page import ServerState, StatusPage
 
 SCHEMA_REF = "#/components/schemas/{model}"
+BINARY_SCHEMA = {"type": "string", "format": "binary"}
 ERROR_RESPONSE: dict[int | str, dict[str, Any]] = {
     "default": {"model": ErrorReply, "description": "Any error. `code` is stable; the numbers of the case are further fields."}
 }
@@ -172,6 +177,20 @@ def _add_model_routes(router: APIRouter, services: Services) -> None:
             raise NotFoundError("model_not_found", f"the model served is {served.id!r}", param="model_id")
         return served
 
+    @router.get(
+        "/v1/projection",
+        tags=["model"],
+        summary="The context projection",
+        response_class=Response,
+        responses={200: {"description": "The projection.", "content": {CONTAINER.decode(): {"schema": BINARY_SCHEMA}}}},
+    )
+    async def projection() -> Response:
+        """What a target needs to project its rows itself, and to send a fraction of the bytes: `context = norm * rms_normed(
+        weight features)`. A safetensors container; its metadata key `message` holds a ProjectionInfo."""
+        draft = services.serving.draft
+        body = await asyncio.to_thread(encode_projection, draft.projection, draft.facts.fingerprint)
+        return Response(body, media_type=CONTAINER.decode())
+
     @router.post("/v1/reload", tags=["model"], summary="Load another drafter")
     async def reload(wanted: ReloadRequest) -> ModelEntry:
         """Load a drafter in the background and serve it from then on; clients shake hands again and send their rows again.
@@ -243,6 +262,13 @@ def _add_status_page(router: APIRouter, services: Services) -> None:
         draft = services.serving.draft
         page.describe(draft.facts, wire_limits(draft.limits))
         return Response(page.render(), media_type="text/html", headers=dict(PAGE_HEADERS))
+
+
+def encode_projection(projection: ProjectionWeights, fingerprint: str) -> bytes:
+    """The body of `GET /v1/projection`."""
+    info = ProjectionInfo(fingerprint=fingerprint, rms_norm_eps=projection.eps)
+    tensors = {"weight": tensor_view(projection.weight), "norm": tensor_view(projection.norm)}
+    return codec.encode(info.model_dump_json().encode(), tensors)
 
 
 def session_info(session: Session, now: float) -> SessionInfo:

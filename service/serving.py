@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draft_engine_client.wire import ModelFacts
+from draft_model.backbone.base import ProjectionWeights
 from service.clients import ClientTable
 from service.engine import DraftEngine, DraftModel
 from service.errors import RequestError, StateError
@@ -47,6 +48,7 @@ class ServedDraft:
 
     facts: ModelFacts
     limits: EngineLimits
+    projection: ProjectionWeights
     tokenizer_hash: str | None
     version: str
     loaded_at: float
@@ -56,12 +58,12 @@ class Serving:
     """The drafter that is served now. Belongs to the event loop; read `draft` once for each request.
 
     Args:
-        facts, limits, tokenizer_hash: of the first drafter.
+        first: the first drafter.
     """
 
-    def __init__(self, facts: ModelFacts, limits: EngineLimits, tokenizer_hash: str | None = None) -> None:
+    def __init__(self, first: LoadedDraft) -> None:
         self._generation = 1
-        self.draft = ServedDraft(facts, limits, tokenizer_hash, version_of(1, facts), time.time())
+        self.draft = _served(first, version_of(1, first.facts))
 
     def next_version(self, facts: ModelFacts) -> str:
         """The version that the next drafter will have."""
@@ -71,7 +73,11 @@ class Serving:
         """Serve another drafter from now on."""
         version = self.next_version(loaded.facts)
         self._generation += 1
-        self.draft = ServedDraft(loaded.facts, loaded.limits, loaded.tokenizer_hash, version, time.time())
+        self.draft = _served(loaded, version)
+
+
+def _served(loaded: LoadedDraft, version: str) -> ServedDraft:
+    return ServedDraft(loaded.facts, loaded.limits, loaded.model.projection, loaded.tokenizer_hash, version, time.time())
 
 
 def version_of(generation: int, facts: ModelFacts) -> str:

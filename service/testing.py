@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_engine_client.wire import ModelFacts
+from draft_model.backbone.base import ProjectionWeights
 from draft_model.drafter import ContextWrite, DraftProposal, DraftRequest
 
 _SCRATCH = -1.0
@@ -81,6 +82,12 @@ class FakeDrafter:
             attention_backends=("fake",),
             decode_paths=("fused",),
         )
+
+    @property
+    def projection(self) -> ProjectionWeights:
+        """A projection of its own; drafts hash whatever rows they are given."""
+        weight = torch.arange(float(self.projected_width * self.feature_width)).view(self.projected_width, -1) / 16.0
+        return ProjectionWeights(weight, torch.linspace(0.5, 1.5, self.projected_width), 1e-6)
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page to another."""

@@ -28,7 +28,7 @@ class ProposeCall:
     is taken back meanwhile, what was sent of it past that point does not count (see `sessions.py`).
     """
 
-    def __init__(self, welcome: ClientWelcome, dtype: np.dtype[np.generic], *, is_bfloat16: bool) -> None:
+    def __init__(self, welcome: ClientWelcome, dtype: np.dtype[np.generic], *, is_bfloat16: bool, is_projected: bool) -> None:
         self.mirrors: list[SessionMirror] = []
         self.attempts: list[Attempt] = []
         self.num_rows = 0
@@ -37,6 +37,7 @@ class ProposeCall:
         self._welcome = welcome
         self._dtype = dtype
         self._is_bfloat16 = is_bfloat16
+        self._is_projected = is_projected
         self._updates: list[SessionUpdate] = []
         self._token_ids = array("i")
         self._rows: list[NDArray[np.generic]] = []
@@ -81,6 +82,7 @@ class ProposeCall:
         request = ProposeRequest(
             client_id=self._welcome.client_id,
             server_id=self._welcome.server_id,
+            rows="projected" if self._is_projected else "raw",
             sessions=tuple(self._updates),
             finished=finished,
             deadline_ms=max(0.001, (deadline_at - time.monotonic()) * 1000.0),
@@ -90,7 +92,8 @@ class ProposeCall:
         elif self._rows:
             features = np.concatenate(self._rows)
         else:
-            features = np.empty((0, self._welcome.model.feature_width), self._dtype)
+            model = self._welcome.model
+            features = np.empty((0, model.projected_width if self._is_projected else model.feature_width), self._dtype)
         tensors = {
             "token_ids": TensorView.from_array(np.array(self._token_ids, dtype=np.int32)),
             "features": TensorView.from_array(features, is_bfloat16=self._is_bfloat16),

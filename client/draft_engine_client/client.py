@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from draft_engine_client.calls import ProposeCall, keep_alive
 from draft_engine_client.errors import ClientError, LateError, RefusedError
+from draft_engine_client.projection import ContextProjection
 from draft_engine_client.replies import CheckedReply, Drafts
 from draft_engine_client.sessions import SessionMirror, SessionStep
 from draft_engine_client.settings import ClientSettings
@@ -38,11 +39,12 @@ class DraftClient:
     Args:
         settings: where the server is, and how long a step may take.
         target: what this target is. A server whose drafter belongs to another one is never used.
+        is_projecting: whether the features of steps are projected with `projection`, or as they were captured.
     """
 
-    def __init__(self, settings: ClientSettings, target: TargetFingerprint) -> None:
+    def __init__(self, settings: ClientSettings, target: TargetFingerprint, *, is_projecting: bool = False) -> None:
         self._settings = settings
-        self._state = ClientState(settings, target)
+        self._state = ClientState(settings, target, is_projecting=is_projecting)
         self._upkeep = Upkeep(self._state)
         self._dtype = FEATURE_DTYPES[target.dtype]
         self._is_bfloat16 = target.dtype == "bfloat16"
@@ -93,6 +95,11 @@ class DraftClient:
         return self._state.facts
 
     @property
+    def projection(self) -> ContextProjection | None:
+        """What rows are to be projected with: another object after the server was given another drafter."""
+        return self._state.projection
+
+    @property
     def refusal(self) -> str | None:
         """Why the last attempt to connect or shake hands failed, for people; None after a success."""
         return self._state.refusal
@@ -108,15 +115,18 @@ class DraftClient:
         with self._state.lock:
             self._state.finish(session_ids)
 
-    def propose(self, steps: Sequence[SessionStep]) -> list[Drafts]:
+    def propose(self, steps: Sequence[SessionStep], projection: ContextProjection | None = None) -> list[Drafts]:
         """Hand over what a target step found out, and get drafts: one answer for each of `steps`, in order.
 
         Never raises, and returns within the step deadline and a few milliseconds. A session may be in `steps` once.
+
+        Args:
+            projection: what the features were projected with. Those of an earlier one are not taken.
         """
         deadline_at = time.monotonic() + self._settings.step_deadline_ms / 1000.0
         answers: dict[int, Drafts] = {}
         try:
-            self._propose(steps, answers, deadline_at)
+            self._propose(steps, projection, answers, deadline_at)
         except Exception:
             # A bug in here must not take the target down; the sessions start over.
             logger.exception("drafting failed")
@@ -135,11 +145,20 @@ class DraftClient:
             if state.link is not None:
                 state.unlink(state.link)
 
-    def _propose(self, steps: Sequence[SessionStep], answers: dict[int, Drafts], deadline_at: float) -> None:
+    def _propose(
+        self,
+        steps: Sequence[SessionStep],
+        projection: ContextProjection | None,
+        answers: dict[int, Drafts],
+        deadline_at: float,
+    ) -> None:
         state = self._state
         began = time.monotonic()
         with state.lock:
             state.stats.steps += 1
+            if projection is not state.projection:
+                answers.update(dict.fromkeys(range(len(steps)), Drafts(reason="other_projection")))
+                return
             taken = self._take(steps, answers)
             link = self._usable_link(began)
             if link is None:
@@ -204,7 +223,7 @@ class DraftClient:
     ) -> tuple[ProposeCall, list[int]]:
         """Choose what goes into the call; returns it and, for each of its sessions, the step that it answers."""
         limits, facts = link.welcome.limits, link.welcome.model
-        call = ProposeCall(link.welcome, self._dtype, is_bfloat16=self._is_bfloat16)
+        call = ProposeCall(link.welcome, self._dtype, is_bfloat16=self._is_bfloat16, is_projected=self._state.is_projecting)
         places: list[int] = []
         max_rows = min(self._settings.max_rows_per_step, limits.max_rows_per_call)
         if len(taken) > limits.max_sessions_per_call:

@@ -25,6 +25,7 @@ _MESSAGES: tuple[type[wire.Message], ...] = (
     wire.ErrorReply,
     wire.SessionList,
     wire.ModelList,
+    wire.ProjectionInfo,
     wire.VersionInfo,
 )
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from draft_engine_client.breaker import CircuitBreaker
+from draft_engine_client.projection import ContextProjection
 from draft_engine_client.sessions import SessionMirror, SessionStep
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.transport import Channel
@@ -72,8 +73,12 @@ class Link:
 class ClientState:
     """See the module docstring."""
 
-    def __init__(self, settings: ClientSettings, target: TargetFingerprint) -> None:
+    def __init__(self, settings: ClientSettings, target: TargetFingerprint, *, is_projecting: bool = False) -> None:
         self.settings = settings
+        self.is_projecting = is_projecting
+        """Whether rows come projected."""
+        self.projection: ContextProjection | None = None
+        """What they must be projected with; None where they are raw, and before the first handshake."""
         self.target = target
         self.lock = threading.Lock()
         self.wake = threading.Event()
@@ -111,10 +116,21 @@ class ClientState:
         if before is not None and before.target_layer_ids != facts.target_layer_ids:
             logger.warning("the draft server now wants layers %s, not %s", facts.target_layer_ids, before.target_layer_ids)
             self.mirrors.clear()
-        unusable = [mirror.session_id for mirror in self.mirrors.values() if mirror.width != facts.feature_width]
+        unusable = [mirror.session_id for mirror in self.mirrors.values() if mirror.width != self.row_width(facts)]
         for session_id in unusable:
             del self.mirrors[session_id]
         self.facts = facts
+
+    def learn_projection(self, projection: ContextProjection) -> None:
+        """Project with this from now on. Rows that were projected for another drafter are of no use."""
+        if self.projection is not None and self.mirrors:
+            logger.warning("the draft server has another drafter; rows that were projected for the one before are forgotten")
+            self.mirrors.clear()
+        self.projection = projection
+
+    def row_width(self, facts: ModelFacts) -> int:
+        """Values of a row that is sent."""
+        return facts.projected_width if self.is_projecting else facts.feature_width
 
     def take(self, step: SessionStep) -> str | None:
         """Add a step's rows to the mirror of its session; returns what is wrong with the step, or None."""
@@ -123,7 +139,7 @@ class ClientState:
             if mirror is None:
                 mirror = SessionMirror(
                     step,
-                    width=self.facts.feature_width if self.facts is not None else step.features.shape[1],
+                    width=self.row_width(self.facts) if self.facts is not None else step.features.shape[1],
                     dtype=FEATURE_DTYPES[self.target.dtype],
                     vocab_size=self.target.vocab_size,
                     max_rows=self.settings.max_history_rows,

@@ -160,8 +160,13 @@ class Channel:
         """Whether a request can go out at once: the connection is open, idle, and not closed by the other side."""
         return self._is_used and self._connection.is_idle() and not self._connection.has_expired()
 
-    def request(self, method: str, path: str, *, body: bytes, media_type: str, deadline_at: float) -> HttpReply:
+    def request(
+        self, method: str, path: str, *, body: bytes, media_type: str, deadline_at: float, max_reply_bytes: int | None = None
+    ) -> HttpReply:
         """Send a request and return the whole reply, by `deadline_at` of time.monotonic().
+
+        Args:
+            max_reply_bytes: where it is known better than the settings know it.
 
         Raises:
             LateError: the deadline passed.
@@ -182,7 +187,7 @@ class Channel:
         try:
             response = self._connection.handle_request(request)
             try:
-                content = self._read(response)
+                content = self._read(response, max_reply_bytes or self._max_reply_bytes)
             finally:
                 response.close()
         except httpcore.TimeoutException as error:
@@ -194,13 +199,13 @@ class Channel:
         self._is_used = True
         return HttpReply(response.status, _media_type(response.headers), content)
 
-    def _read(self, response: httpcore.Response) -> bytes:
+    def _read(self, response: httpcore.Response, max_bytes: int) -> bytes:
         chunks: list[bytes] = []
         size = 0
         for chunk in response.iter_stream():
             size += len(chunk)
-            if size > self._max_reply_bytes:
-                raise ValueError(f"the reply has more than {self._max_reply_bytes} bytes")
+            if size > max_bytes:
+                raise ValueError(f"the reply has more than {max_bytes} bytes")
             chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

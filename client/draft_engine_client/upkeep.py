@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from draft_engine_client.breaker import Backoff
 from draft_engine_client.calls import ProposeCall, keep_alive
 from draft_engine_client.errors import ClientError, InvalidReplyError, RefusedError
+from draft_engine_client.projection import fetch_projection
 from draft_engine_client.replies import require_ok
 from draft_engine_client.sessions import SessionMirror
 from draft_engine_client.state import FEATURE_DTYPES, ClientState, Link
@@ -156,8 +157,13 @@ class Upkeep:
         require_ok(http, _JSON)
         welcome = ClientWelcome.model_validate_json(http.body)
         self._check(welcome)
+        projection = state.projection
+        if state.is_projecting and (projection is None or projection.fingerprint != welcome.model.fingerprint):
+            projection = fetch_projection(channel, welcome.model, self._settings.request_timeout_s)
         with state.lock:
             state.stats.handshakes += 1
+            if projection is not None and projection is not state.projection:
+                state.learn_projection(projection)
             state.finished.clear()  # they went with the old name
             state.learn_facts(welcome.model)
         return welcome
@@ -219,14 +225,16 @@ class Upkeep:
         """Send one chunk of the session that has waited longest; returns False when there is none to feed."""
         state, limits = self._state, link.welcome.limits
         dtype = FEATURE_DTYPES[state.target.dtype]
-        row_bytes = link.welcome.model.feature_width * dtype.itemsize
+        row_bytes = state.row_width(link.welcome.model) * dtype.itemsize
         max_bytes = min(self._settings.max_upload_bytes, limits.max_body_bytes // 2)
         max_rows = min(limits.max_rows_per_call, max(1, max_bytes // row_bytes))
         with state.lock:
             mirror = self._hungriest(link, now)
             if mirror is None:
                 return False
-            call = ProposeCall(link.welcome, dtype, is_bfloat16=state.target.dtype == "bfloat16")
+            call = ProposeCall(
+                link.welcome, dtype, is_bfloat16=state.target.dtype == "bfloat16", is_projected=state.is_projecting
+            )
             call.add(mirror, None, max_rows)
             mirror.is_uploading = True
             finished = [session_id for session_id in state.finished if session_id != mirror.session_id]

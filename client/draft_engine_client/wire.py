@@ -232,6 +232,15 @@ class SessionList(Message):
     data: tuple[SessionInfo, ...]
 
 
+class ProjectionInfo(Message):
+    """`GET /v1/projection`. Tensors beside it, of one float dtype: `weight` [E, F] and `norm` [E], with E `projected_width` and
+    F `feature_width`. A projected row is `norm * x / sqrt(mean(x^2) + rms_norm_eps)` with `x = weight row`.
+    """
+
+    fingerprint: str = Field(description="of the drafter that it belongs to")
+    rms_norm_eps: float = Field(gt=0.0)
+
+
 class ModelEntry(Message):
     """One row of `GET /v1/models`."""
 

@@ -42,8 +42,9 @@ class DraftBlocks:
 class Backbone(Protocol):
     """The decoder of a draft model, over paged context rows."""
 
-    def project(self, features: Tensor) -> Tensor:
-        """Fuse raw features [n, F] into the context states [n, E] that every layer reads."""
+    @property
+    def project(self) -> ContextProjection:
+        """Fuses raw features [n, F] into the context states [n, E] that every layer reads."""
 
     def write_context(self, states: Tensor, rotation: Rotation, slot_mapping: Tensor, cache: PagedKVCache) -> None:
         """Write the rows of context states [n, E] to the cache, in every layer."""
@@ -92,6 +93,21 @@ def attention_problem(
     )
 
 
+@dataclass(frozen=True)
+class ProjectionWeights:
+    """What it takes to project features elsewhere: `context = norm * rms_normed(weight features)`.
+
+    Args:
+        weight: [E, F]
+        norm: [E], of the same dtype
+        eps: of the root mean square
+    """
+
+    weight: Tensor
+    norm: Tensor
+    eps: float
+
+
 class ContextProjection:
     """context = norm(W features): the fusion of the target's captured states."""
 
@@ -103,6 +119,11 @@ class ContextProjection:
         self._linear = Linear(weight.to(device), dtype)
         self._norm = tensors.take(f"{norm}.weight", config.hidden_size).to(device).to(self._linear.dtype)
         self._eps = config.rms_norm_eps
+
+    @property
+    def weights(self) -> ProjectionWeights:
+        """As they are multiplied."""
+        return ProjectionWeights(self._linear.weight, self._norm, self._eps)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Map [n, F] to [n, E]."""

@@ -197,9 +197,14 @@ def test_malformed_bodies_unknown_routes_and_keys(server: Running) -> None:
 
 def test_a_caller_that_goes_away_frees_its_slot(server: Running) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 500, "temperature": 1.0, "ignore_eos": True}
-    with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        next(response.iter_lines())
-        assert server.engine.num_running == 1
+    was_running = False
+    for _ in range(20):  # on a busy machine an answer can be over before it is looked at
+        with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            next(response.iter_lines())
+            was_running = server.engine.num_running == 1
+        if was_running:
+            break
+    assert was_running
     with pytest.raises(httpx.ReadTimeout):
         server.http.post("/v1/completions", json=body, timeout=0.3)
     deadline = time.monotonic() + 5

@@ -194,7 +194,7 @@ def make_app(
     **options: Any,
 ) -> AsgiApp:
     clients = ClientTable(server_id=server_id, lease_seconds=lease_seconds, disconnect_grace_seconds=disconnect_grace_seconds)
-    serving = Serving(harness.model.facts, harness.limits)
+    serving = Serving(harness.loaded)
     reloader = Reloader(
         engine=harness.engine,
         clients=clients,

@@ -36,7 +36,7 @@ def test_preempted_requests_go_on_and_their_rows_are_those_of_transformers(
     flags = [*base, "--num-gpu-blocks-override", NUM_BLOCKS]
     flags += [
         flag.replace("draft_engine_client.vllm_proposer.DraftEngineProposer", "recording_proposer.RecordingProposer")
-        for flag in draft_server.flags(row_dtype="float32")
+        for flag in draft_server.flags(rows="raw", row_dtype="float32")
     ]
     with vllm_process(
         VLLM_PYTHON,

@@ -49,7 +49,8 @@ def connect(
             problem=f"the draft server at {settings.url} did not answer within {settings.startup_timeout_s:.0f} s; start it "
             "first, or give target_layer_ids, and vLLM starts without it"
         ), None
-    client = DraftClient(client_settings, target.model_copy(update={"target_layer_ids": tuple(layers)}))
+    target = target.model_copy(update={"target_layer_ids": tuple(layers)})
+    client = DraftClient(client_settings, target, is_projecting=settings.rows == "projected")
     client.start()
     if facts is not None and not _shakes_hands(client, settings.startup_timeout_s):
         problem = f"the draft server at {settings.url} refuses this target: {client.refusal or 'no answer'}"

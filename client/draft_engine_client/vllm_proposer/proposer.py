@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from draft_engine_client.client import DraftClient
+from draft_engine_client.projection import ContextProjection
 from draft_engine_client.replies import Drafts
 from draft_engine_client.sessions import SessionStep
 from draft_engine_client.vllm_proposer import runner_patch
 from draft_engine_client.vllm_proposer.connecting import Pairing, connect
 from draft_engine_client.vllm_proposer.errors import PairingError
-from draft_engine_client.vllm_proposer.features import gather_features, vllm_layer_ids
+from draft_engine_client.vllm_proposer.features import RowProjection, gather_features, to_wire, vllm_layer_ids
 from draft_engine_client.vllm_proposer.probabilities import dense_draft_probs
 from draft_engine_client.vllm_proposer.rows import RequestRows, row_indices
 from draft_engine_client.vllm_proposer.settings import read_settings
@@ -46,6 +47,7 @@ class DraftEngineProposer:
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._group = _tensor_parallel_group()
         self._client: DraftClient | None = None
+        self._row_projection: RowProjection | None = None
         self._ends: dict[str, int] = {}
         self._log_at = time.monotonic() + self._settings.log_interval_s
         self._coverage_sum = 0.0
@@ -60,10 +62,11 @@ class DraftEngineProposer:
     def load_model(self, model: Any) -> None:
         """Called when the target is loaded; there is nothing to load here."""
         logger.info(
-            "drafts come from %s; hidden states of layers %s of %s leave as %s",
+            "drafts come from %s; hidden states of layers %s of %s leave as %s rows of %s",
             self._settings.url,
             list(self._target_layer_ids),
             type(model).__name__,
+            self._settings.rows,
             self._settings.row_dtype,
         )
 
@@ -134,22 +137,31 @@ class DraftEngineProposer:
         drafts = [_NONE] * len(sampled)
         if client is None or states is None:
             return drafts
+        projection = client.projection
+        if projection is None and self._settings.rows == "projected":
+            return drafts
         known = self._read_batch(runner, scheduler_output, sampled, attention)
-        features = gather_features(
-            states, row_indices([rows for _, rows in known]), self._target_layer_ids, self._settings.row_dtype
-        )
+        gathered = gather_features(states, row_indices([rows for _, rows in known]), self._target_layer_ids)
+        features = to_wire(self._project(gathered, projection), self._settings.row_dtype)
         limit = min(self._num_draft_tokens, scheduler_output.num_spec_tokens_to_schedule or self._num_draft_tokens)
         steps, first = [], 0
         for index, rows in known:
             steps.append(self._step(runner, index, rows, features[first : first + rows.num_rows], limit))
             first += rows.num_rows
-        for (index, _), step, answer in zip(known, steps, client.propose(steps), strict=True):
+        for (index, _), step, answer in zip(known, steps, client.propose(steps, projection), strict=True):
             drafts[index] = answer
             if step.num_draft_tokens and answer.reason is None:
                 self._coverage_sum += answer.coverage
                 self._num_covered += 1
         self._report(client)
         return drafts
+
+    def _project(self, gathered: Tensor, projection: ContextProjection | None) -> Tensor:
+        if projection is None:
+            return gathered
+        if self._row_projection is None or self._row_projection.source is not projection:
+            self._row_projection = RowProjection(projection, gathered.device)
+        return self._row_projection(gathered)
 
     def _read_batch(self, runner: Any, scheduler_output: Any, sampled: Any, attention: Any) -> list[tuple[int, RequestRows]]:
         """What the step knows of each request that can be drafted for, with its place in the batch."""

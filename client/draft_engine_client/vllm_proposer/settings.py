@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,7 +29,12 @@ class ProposerSettings(BaseModel):
         description="Layers whose output the drafter reads, 0-based. Default: what the draft server says. Where they are "
         "given, vLLM starts without a draft server too, and drafts as soon as there is one.",
     )
-    row_dtype: FeatureDtype = Field("bfloat16", description="Type of the hidden states that are sent.")
+    rows: Literal["projected", "raw"] = Field(
+        "projected",
+        description="What is sent: projected rows are as wide as the drafter, raw ones as the captured layers side by side. "
+        "The projection is fetched from the draft server, and takes its place on the device of the first rank.",
+    )
+    row_dtype: FeatureDtype = Field("bfloat16", description="Type of the rows that are sent.")
     draft_probs_topk: int = Field(
         64,
         ge=0,

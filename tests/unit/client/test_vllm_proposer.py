@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_engine_client import codec
+from draft_engine_client.projection import ContextProjection
 from draft_engine_client.replies import Drafts
 from draft_engine_client.vllm_proposer import cpu_defects
 from draft_engine_client.vllm_proposer.connecting import connect
 from draft_engine_client.vllm_proposer.errors import PairingError
-from draft_engine_client.vllm_proposer.features import gather_features, vllm_layer_ids
+from draft_engine_client.vllm_proposer.features import RowProjection, gather_features, to_wire, vllm_layer_ids
 from draft_engine_client.vllm_proposer.probabilities import dense_draft_probs
 from draft_engine_client.vllm_proposer.rows import RequestRows, row_indices
 from draft_engine_client.vllm_proposer.runner_patch import (
@@ -29,6 +32,8 @@ from draft_engine_client.vllm_proposer.runner_patch import (
 from draft_engine_client.vllm_proposer.settings import API_KEY_VARIABLE, ProposerSettings, read_settings
 from draft_engine_client.vllm_proposer.tensor_parallel import on_first_rank
 from draft_engine_client.wire import TargetFingerprint
+from service.routes import encode_projection
+from tests.support.draft_model import TinySession, load_drafter, make_features, make_tiny_drafter
 from tests.support.service import serving
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -126,13 +131,13 @@ def test_indices_skip_the_rejected() -> None:
 def test_layers_come_in_the_order_of_the_drafter() -> None:
     assert vllm_layer_ids((8, -1, 3)) == (0, 4, 9)
     states = [torch.full((3, 2), float(number)) + torch.arange(3.0)[:, None] / 10 for number in (0, 4, 9)]
-    features = gather_features(states, [2, 0], (8, -1, 3), "float32")
+    features = gather_features(states, [2, 0], (8, -1, 3))
     np.testing.assert_allclose(features, [[9.2, 9.2, 0.2, 0.2, 4.2, 4.2], [9.0, 9.0, 0.0, 0.0, 4.0, 4.0]], rtol=1e-6)
 
 
 def test_bfloat16_leaves_as_its_bits() -> None:
     state = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    features = gather_features([state], [1, 3], (5,), "bfloat16")
+    features = to_wire(gather_features([state], [1, 3], (5,)), "bfloat16")
     assert features.dtype == np.uint16
     back = torch.from_numpy(features.view(np.int16).copy()).view(torch.bfloat16)
     assert torch.equal(back, state[[1, 3]].to(torch.bfloat16))
@@ -140,7 +145,22 @@ def test_bfloat16_leaves_as_its_bits() -> None:
 
 def test_a_missing_state_is_an_error() -> None:
     with pytest.raises(ValueError, match="2 were asked for"):
-        gather_features([torch.zeros(1, 2)], [0], (1, 2), "float32")
+        gather_features([torch.zeros(1, 2)], [0], (1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_are_projected_as_the_drafter_does(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Fetched over the wire as in a server; float16 weights are packed on a CPU."""
+    drafter = load_drafter(make_tiny_drafter(tmp_path), dtype=dtype)
+    body = codec.decode(encode_projection(drafter.projection, drafter.fingerprint))
+    source = ContextProjection(drafter.fingerprint, body.tensors["weight"], body.tensors["norm"], drafter.projection.eps)
+    features = make_features(drafter, 5).to(drafter.dtype)
+    rows = RowProjection(source, "cpu")(features)
+    sessions = [TinySession(drafter, [1, 2]), TinySession(drafter, [3, 4])]
+    sessions[0].write(features)
+    sessions[1].write(rows, is_projected=True)
+    raw, projected = (drafter.cache.pages(0)[session.page_ids[:1]] for session in sessions)
+    torch.testing.assert_close(projected.float(), raw.float(), rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 # Draft probabilities -------------------------------------------------------------------------------------------------
