@@ -305,6 +305,7 @@ def test_openapi_describes_every_route_with_the_schema_of_the_client() -> None:
             "/v1/sessions/{session_id}",
             "/v1/models",
             "/v1/models/{model_id}",
+            "/v1/projection",
             "/v1/reload",
             "/version",
             "/",
