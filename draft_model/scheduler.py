@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 StepRate = Callable[[int], float]
@@ -170,6 +170,7 @@ class DelayedScheduler:
     def __init__(self, rate: StepRate) -> None:
         self._rate = rate
         self._past: deque[Sequence[Sequence[float]]] = deque(maxlen=BUDGET_DELAY)
+        self._past_names: deque[frozenset[Hashable]] = deque(maxlen=BUDGET_DELAY)
 
     def budget(self, num_requests: int) -> int | None:
         """How many drafts the next step may verify with so many requests; None while it cannot be known."""
@@ -177,12 +178,22 @@ class DelayedScheduler:
             return None
         return draft_budget(self._past[0], self._rate, num_requests)
 
-    def schedule(self, survival: Sequence[Sequence[float]]) -> tuple[int, ...]:
-        """Return the lengths [R] of this step, and keep its survival for a later one."""
+    def schedule(self, survival: Sequence[Sequence[float]], names: Sequence[Hashable] = ()) -> tuple[int, ...]:
+        """Return the lengths [R] of this step, and keep its survival for a later one.
+
+        Args:
+            survival: of this step
+            names: of its blocks, equal where the same block is drafted again, as after a reply that was lost. Its drafts are
+                the same again, so a budget from their own survival would look ahead: earlier steps are then forgotten.
+        """
+        if any(name in past for past in self._past_names for name in names):
+            self._past.clear()
+            self._past_names.clear()
         budget = self.budget(len(survival))
         lengths = schedule_prefixes(survival, self._rate).lengths if budget is None else admit(survival, budget)
         if survival:
             self._past.append([list(row) for row in survival])
+            self._past_names.append(frozenset(names))
         return lengths
 
 

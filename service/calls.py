@@ -9,18 +9,23 @@ from torch import Tensor
 
 from draft_model.drafter import DraftProposal, SamplingParams
 from service.errors import ApiError
+from service.schedule import VerifyScheduler
 from service.sessions import Session, SessionChange, SessionKey
 
 
 @dataclass(frozen=True)
 class SessionOutcome:
-    """What one session is told: a proposal (None when no drafts were asked for), or an error."""
+    """What one session is told: a proposal (None when no drafts were asked for), or an error.
+
+    `confidence` is what the proposal had before it was recalibrated.
+    """
 
     incarnation: int
     seq: int
     committed_end: int
     rows_held: int
     proposal: DraftProposal | None = None
+    confidence: Sequence[float] = ()
     error: ApiError | None = None
 
 
@@ -34,6 +39,7 @@ class SessionWork:
         features: [num_rows, width], raw features or projected rows as `is_projected` says; None without rows.
         num_draft_tokens: 0 takes the rows in and drafts nothing.
         confidence_threshold: keep the drafts whose survival is at least this, or all.
+        num_verified: how many of the drafts last sent back were verified; None for all.
         refused: why the update is not to be applied, found before it came to the engine.
     """
 
@@ -46,6 +52,7 @@ class SessionWork:
     sampling: SamplingParams
     draft_probs_topk: int = 0
     confidence_threshold: float | None = None
+    num_verified: int | None = None
     refused: ApiError | None = None
     outcome: SessionOutcome | None = None
     session: Session | None = None
@@ -83,6 +90,7 @@ class ProposeCall:
     """One propose request. `is_cancelled` may be set from the event loop at any time; times are of time.monotonic().
 
     `draft_version` is the drafter that the call was checked against; None where nobody exchanges it.
+    `scheduler` shortens the drafts of the call as its client wishes; None leaves them whole.
     """
 
     client_id: str
@@ -92,6 +100,7 @@ class ProposeCall:
     deadline_ms: float | None = None
     has_constant_rows: bool = False
     draft_version: str | None = None
+    scheduler: VerifyScheduler | None = None
     is_cancelled: bool = False
     is_started: bool = False
     timings: CallTimings = field(default_factory=CallTimings)

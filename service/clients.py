@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from draft_engine_client.wire import PROTOCOL_VERSION, ClientHello, ModelFacts, TargetFingerprint
 from service.errors import CapacityError, FingerprintError, StateError
+from service.schedule import VerifyScheduler
 
 
 class Connection:
@@ -48,6 +49,7 @@ class Client:
     last_seen: float
     connections: set[Connection] = field(default_factory=set)
     keeps_connections: bool = False
+    scheduler: VerifyScheduler | None = None
 
 
 class Departure(NamedTuple):
@@ -85,8 +87,14 @@ class ClientTable:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def register(self, hello: ClientHello, now: float, connection: Connection | None = None) -> Client:
-        """Give a client its id. The caller has checked the fingerprint.
+    def register(
+        self,
+        hello: ClientHello,
+        now: float,
+        connection: Connection | None = None,
+        scheduler: VerifyScheduler | None = None,
+    ) -> Client:
+        """Give a client its id. The caller has checked the fingerprint; `scheduler` is then the engine worker's.
 
         Raises:
             CapacityError: max_clients are registered.
@@ -97,7 +105,7 @@ class ClientTable:
                 retry_after_s=max(1.0, self._lease_seconds),
                 numbers={"num_clients": len(self._clients), "max_clients": self._max_clients},
             )
-        client = Client(f"client-{secrets.token_hex(12)}", hello.client_name, hello.target, now)
+        client = Client(f"client-{secrets.token_hex(12)}", hello.client_name, hello.target, now, scheduler=scheduler)
         self._clients[client.client_id] = client
         self._bind(client, connection)
         return client

@@ -81,7 +81,8 @@ def run_demo(settings: DemoSettings, console: Console) -> bool:
         draft_arguments += ["--model", str(settings.model)]
     console.print("starting the draft server and the target server")
     with server_process(draft_arguments, logs / "draft.log") as draft:
-        target_arguments = ["target", "--port", "0", "--draft-url", draft.url, "--cache-dir", str(settings.cache_dir)]
+        target_arguments = ["target", "--port", "0", "--draft-url", draft.url, "--draft-when", "always"]
+        target_arguments += ["--cache-dir", str(settings.cache_dir)]
         with server_process(target_arguments, logs / "target.log") as target, httpx.Client(timeout=600.0) as http:
             console.print(f"draft server  {draft.url}    target server  {target.url}")
             entry = http.get(f"{draft.url}/v1/models").raise_for_status().json()["data"][0]

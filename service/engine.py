@@ -21,7 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -33,6 +33,7 @@ from service.batching import CallQueue, StepPlan, plan_step, take_in
 from service.calls import ProposeCall, SessionOutcome, SessionWork
 from service.errors import ApiError, DeadlineError, InternalError, NotFoundError, StateError, UnavailableError
 from service.metrics import EngineMetrics
+from service.schedule import VerifyScheduler
 from service.sessions import Session, SessionChange, SessionKey, SessionTable
 from service.settings import EngineLimits
 from service.watch import DraftWatch
@@ -318,7 +319,7 @@ class DraftEngine:
                 if stored is not None:
                     work.outcome = stored
                     continue
-                self._learn_acceptance(work)
+                self._learn_acceptance(work, call.scheduler)
                 work.change = self._without_impossible_drafts(work.change)
                 self._prepare(work, now, busy)
             except ApiError as error:
@@ -395,15 +396,16 @@ class DraftEngine:
             return
         took = time.perf_counter() - began
         self._watch.saw_drafts([len(proposal.token_ids) for proposal in proposals])
+        drafted: dict[SessionWork, DraftProposal] = {}
         for work, proposal in zip(works, proposals, strict=True):
             problem = proposal_problem(proposal, work.num_draft_tokens)
             if problem is not None:
                 self._watch.saw_unfit()
                 self._fail([work], "draft", RuntimeError(problem))
                 continue
-            kept = cut_by_survival(proposal, work.confidence_threshold)
-            work.outcome = self._success(work, kept)
-            self._metrics.draft_tokens.inc(len(kept.token_ids))
+            drafted[work] = proposal
+        for call in plan.interactive:
+            self._finish_drafts(call, drafted)
         self._metrics.drafts.inc(len(works))
         self._metrics.batch_sessions.observe(len(works))
         head = min(self._model.head_seconds, took)
@@ -412,6 +414,22 @@ class DraftEngine:
         for call in plan.interactive:
             call.timings.forward_ms += (took - head) * 1000.0
             call.timings.head_ms += head * 1000.0
+
+    def _finish_drafts(self, call: ProposeCall, drafted: Mapping[SessionWork, DraftProposal]) -> None:
+        """Recalibrate and shorten the drafts of a call, which is one step of its target."""
+        works = [work for work in call.items if work in drafted]
+        whole = [drafted[work] for work in works]
+        if call.scheduler is None:
+            kept = [cut_by_survival(one, work.confidence_threshold) for work, one in zip(works, whole, strict=True)]
+        else:
+            calibrated = [call.scheduler.calibrate(one) for one in whole]
+            cut = [cut_by_survival(one, work.confidence_threshold) for work, one in zip(works, calibrated, strict=True)]
+            names = [(work.key.session_id, _session_of(work).span.committed_end) for work in works]
+            lengths = call.scheduler.lengths(cut, names, num_others=len(call.items) - len(works))
+            kept = [shortened(one, length) for one, length in zip(cut, lengths, strict=True)]
+        for work, before, after in zip(works, whole, kept, strict=True):
+            work.outcome = self._success(work, after, before.confidence[: len(after.token_ids)])
+            self._metrics.draft_tokens.inc(len(after.token_ids))
 
     def _reply(self, calls: Sequence[ProposeCall]) -> None:
         for call in calls:
@@ -422,7 +440,7 @@ class DraftEngine:
         if calls:
             self._metrics.steps.inc()
 
-    def _success(self, work: SessionWork, proposal: DraftProposal | None) -> SessionOutcome:
+    def _success(self, work: SessionWork, proposal: DraftProposal | None, confidence: Sequence[float] = ()) -> SessionOutcome:
         session = _session_of(work)
         outcome = SessionOutcome(
             incarnation=work.change.incarnation,
@@ -430,6 +448,7 @@ class DraftEngine:
             committed_end=session.span.committed_end,
             rows_held=session.span.num_rows,
             proposal=proposal,
+            confidence=confidence,
         )
         self._sessions.commit(session, work.change.seq, outcome)
         return outcome
@@ -462,7 +481,7 @@ class DraftEngine:
         self._metrics.call_seconds.observe(took)
         call.finish(error)
 
-    def _learn_acceptance(self, work: SessionWork) -> None:
+    def _learn_acceptance(self, work: SessionWork, scheduler: VerifyScheduler | None) -> None:
         """See in the rows that follow a draft how many of its tokens the target kept."""
         session = self._sessions.get(work.key)
         if session is None or session.stored_reply is None or session.incarnation != work.change.incarnation:
@@ -472,13 +491,18 @@ class DraftEngine:
             return
         if work.change.start != last.committed_end:
             return
+        verified = last.proposal.token_ids[: work.num_verified]
+        if not verified:
+            return
         accepted = 0
-        for drafted, committed in zip(last.proposal.token_ids, work.token_ids[1:], strict=False):
+        for drafted, committed in zip(verified, work.token_ids[1:], strict=False):
             if drafted != committed:
                 break
             accepted += 1
         self._metrics.saw_acceptance(accepted, last.committed_end, session.coverage)
         self._watch.saw_accepted(work.key.client_id, accepted)
+        if scheduler is not None:
+            scheduler.learn(last.confidence[: len(verified)], accepted)
 
     def _close_session(self, sessions: SessionTable, key: SessionKey) -> None:
         sessions.close(key)
@@ -533,14 +557,19 @@ def cut_by_survival(proposal: DraftProposal, threshold: float | None) -> DraftPr
         if survival < threshold:
             break
         keep += 1
-    if keep == len(proposal.token_ids):
+    return shortened(proposal, keep)
+
+
+def shortened(proposal: DraftProposal, length: int) -> DraftProposal:
+    """Keep the first drafts; nothing kept is changed."""
+    if length == len(proposal.token_ids):
         return proposal
     return DraftProposal(
-        token_ids=proposal.token_ids[:keep],
-        confidence=proposal.confidence[:keep],
-        survival=proposal.survival[:keep],
-        probs_ids=None if proposal.probs_ids is None else proposal.probs_ids[:keep],
-        probs=None if proposal.probs is None else proposal.probs[:keep],
+        token_ids=proposal.token_ids[:length],
+        confidence=proposal.confidence[:length],
+        survival=proposal.survival[:length],
+        probs_ids=None if proposal.probs_ids is None else proposal.probs_ids[:length],
+        probs=None if proposal.probs is None else proposal.probs[:length],
     )
 
 

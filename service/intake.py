@@ -98,6 +98,7 @@ def _work(
         ),
         draft_probs_topk=update.draft_probs_topk if update.draft_probs == "topk" else 0,
         confidence_threshold=update.confidence_threshold,
+        num_verified=update.num_verified,
         refused=refused,
     )
 

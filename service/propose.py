@@ -126,10 +126,10 @@ class ProposeEndpoint:
             rows = rows_of_json(json_request, client)
         else:
             request, rows = decode_container(body)
-            self._renew(request, scope, arrived_at)
+            client = self._renew(request, scope, arrived_at)
         draft = self._serving.draft
         call = build_call(request, rows, facts=draft.facts, limits=draft.limits, arrived_at=arrived_at)
-        call.draft_version = draft.version
+        call.draft_version, call.scheduler = draft.version, client.scheduler
         return call
 
     def _renew(self, request: ProposeRequest, scope: Scope, now: float) -> Client:

@@ -40,6 +40,7 @@ from service.errors import NotFoundError, UnavailableError
 from service.metrics import MEDIA_TYPE as METRICS_MEDIA_TYPE
 from service.metrics import EngineMetrics
 from service.propose import CONTAINER, MAX_JSON_BYTES, connection_of, tensor_view
+from service.schedule import VerifyScheduler
 from service.serving import Reloader, Serving
 from service.sessions import Session, SessionKey, SessionTable
 from service.settings import EngineLimits
@@ -122,7 +123,10 @@ def _add_protocol_routes(router: APIRouter, services: Services) -> None:
             raise UnavailableError("draining", "the server is shutting down and takes no new client")
         draft = services.serving.draft
         check_hello(hello, draft.facts, tokenizer_hash=draft.tokenizer_hash)
-        client = clients.register(hello, time.monotonic(), connection_of(request.scope))
+        scheduler = None
+        if hello.schedule is not None:
+            scheduler = VerifyScheduler(hello.schedule, draft.facts.max_draft_tokens)
+        client = clients.register(hello, time.monotonic(), connection_of(request.scope), scheduler)
         return ClientWelcome(
             protocol_version=PROTOCOL_VERSION,
             client_id=client.client_id,

@@ -26,7 +26,7 @@ from draft_engine_client.sessions import SessionMirror, SessionStep
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.state import FEATURE_DTYPES, ClientState, ClientStats, Link
 from draft_engine_client.upkeep import FEW_ROWS, Upkeep
-from draft_engine_client.wire import ModelFacts, TargetFingerprint
+from draft_engine_client.wire import ModelFacts, TargetFingerprint, VerifySchedule
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,19 @@ class DraftClient:
         settings: where the server is, and how long a step may take.
         target: what this target is. A server whose drafter belongs to another one is never used.
         is_projecting: whether the features of steps are projected with `projection`, or as they were captured.
+        schedule: how many drafts of a step are worth verifying, for the server to send no more; None for all.
     """
 
-    def __init__(self, settings: ClientSettings, target: TargetFingerprint, *, is_projecting: bool = False) -> None:
+    def __init__(
+        self,
+        settings: ClientSettings,
+        target: TargetFingerprint,
+        *,
+        is_projecting: bool = False,
+        schedule: VerifySchedule | None = None,
+    ) -> None:
         self._settings = settings
-        self._state = ClientState(settings, target, is_projecting=is_projecting)
+        self._state = ClientState(settings, target, is_projecting=is_projecting, schedule=schedule)
         self._upkeep = Upkeep(self._state)
         self._dtype = FEATURE_DTYPES[target.dtype]
         self._is_bfloat16 = target.dtype == "bfloat16"

@@ -181,6 +181,7 @@ class SessionMirror:
         self._cache_salt, self._context_id = first.cache_salt, first.context_id
         self._incarnation = self._seq = 0
         self._acked_end = self._opened_at = self._sent_end = _NEVER
+        self._are_drafts_lost = False
         self._begin(max(first.start, 0), first.prefix_token_ids)
 
     def _begin(self, start: int, prefix_token_ids: Sequence[int]) -> None:
@@ -300,6 +301,7 @@ class SessionMirror:
             sampling=_GREEDY if step is None else step.sampling,
             draft_probs="topk" if topk else "none",
             draft_probs_topk=topk or 64,
+            num_verified=0 if self._are_drafts_lost else None,
             prefix_token_ids=tuple(prefix),
             cache_salt=self._cache_salt,
             context_id=self._context_id,
@@ -307,6 +309,8 @@ class SessionMirror:
         attempt = Attempt(self._incarnation, self._seq, start, end, update.num_draft_tokens, topk > 0)
         self._seq += 1
         self.was_sent = True
+        # Until the reply is there: drafts that came too late were not verified.
+        self._are_drafts_lost = update.num_draft_tokens > 0
         if is_opening:
             self._opened_at = start
         self._sent_end = end
@@ -327,6 +331,7 @@ class SessionMirror:
         if reply.error is not None:
             self._learn_refusal(reply, reply.error.code)
             return f"refused:{reply.error.code}"
+        self._are_drafts_lost = False
         if reply.committed_end != attempt.end or not 0 <= reply.rows_held <= reply.committed_end:
             self.forget_server()
             return "invalid_reply"

@@ -21,7 +21,7 @@ from draft_engine_client.projection import ContextProjection
 from draft_engine_client.sessions import SessionMirror, SessionStep
 from draft_engine_client.settings import ClientSettings
 from draft_engine_client.transport import Channel
-from draft_engine_client.wire import ClientWelcome, ModelFacts, TargetFingerprint
+from draft_engine_client.wire import ClientWelcome, ModelFacts, TargetFingerprint, VerifySchedule
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,17 @@ class Link:
 class ClientState:
     """See the module docstring."""
 
-    def __init__(self, settings: ClientSettings, target: TargetFingerprint, *, is_projecting: bool = False) -> None:
+    def __init__(
+        self,
+        settings: ClientSettings,
+        target: TargetFingerprint,
+        *,
+        is_projecting: bool = False,
+        schedule: VerifySchedule | None = None,
+    ) -> None:
         self.settings = settings
+        self.schedule = schedule
+        """What the server is asked to shorten drafts by; None for nothing."""
         self.is_projecting = is_projecting
         """Whether rows come projected."""
         self.projection: ContextProjection | None = None

@@ -150,10 +150,10 @@ class Upkeep:
 
     def _shake_hands(self, channel: Channel) -> ClientWelcome:
         state = self._state
-        hello = ClientHello(client_name=self._settings.client_name, target=state.target)
-        http = channel.request(
-            "POST", "/v1/clients", body=hello.model_dump_json().encode(), media_type=_JSON, deadline_at=self._deadline()
-        )
+        hello = ClientHello(client_name=self._settings.client_name, target=state.target, schedule=state.schedule)
+        # A server from before schedules takes a handshake without one.
+        body = hello.model_dump_json(exclude_none=True).encode()
+        http = channel.request("POST", "/v1/clients", body=body, media_type=_JSON, deadline_at=self._deadline())
         require_ok(http, _JSON)
         welcome = ClientWelcome.model_validate_json(http.body)
         self._check(welcome)

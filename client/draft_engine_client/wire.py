@@ -9,9 +9,10 @@ all its sessions one after the other; K probabilities per draft.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PROTOCOL_VERSION = 1
 FeatureDtype = Literal["float16", "bfloat16", "float32"]
@@ -44,12 +45,55 @@ class TargetFingerprint(Message):
     model_id: str | None = Field(None, max_length=256, description="name of the model, for people")
 
 
+class StepTimeCurve(Message):
+    """How long a step of the target takes by the tokens that it verifies, anchors included, as measured at its start."""
+
+    num_tokens: tuple[Annotated[int, Field(ge=1, lt=2**31)], ...] = Field(
+        min_length=1, max_length=1024, description="widths measured, rising"
+    )
+    seconds: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
+        min_length=1, max_length=1024, description="how long a step of each took"
+    )
+
+    @model_validator(mode="after")
+    def _pair_up(self) -> Self:
+        if len(self.num_tokens) != len(self.seconds):
+            raise ValueError(f"{len(self.num_tokens)} widths cannot go with {len(self.seconds)} times")
+        if any(after <= before for before, after in pairwise(self.num_tokens)):
+            raise ValueError("num_tokens must rise")
+        return self
+
+
+class VerifySchedule(Message):
+    """How many drafts of a propose call the server sends back; a call is one step of the target.
+
+    fixed: all; threshold: those whose survival reaches a bound; hardware: as many as `step_times` say are worth it. A length
+    depends on what precedes the drafts that it cuts off, never on them, so it loses nothing.
+    """
+
+    kind: Literal["fixed", "threshold", "hardware"] = Field("fixed", description="see above")
+    threshold: float = Field(0.3, ge=0.0, le=1.0, description="bound on survival, for threshold")
+    step_times: StepTimeCurve | None = Field(None, description="of the target; needed for hardware")
+    is_padded: bool = Field(False, description="the target pads the blocks of a step to the longest, so one width is chosen")
+    is_asynchronous: bool = Field(
+        False, description="the target plans its steps ahead, so the budget comes from the drafts of two steps earlier"
+    )
+    recalibrate: bool = Field(True, description="have confidence follow what this target accepts")
+
+    @model_validator(mode="after")
+    def _need_step_times(self) -> Self:
+        if self.kind == "hardware" and self.step_times is None:
+            raise ValueError("a schedule by hardware needs step_times")
+        return self
+
+
 class ClientHello(Message):
     """`POST /v1/clients`: the handshake."""
 
     protocol_version: int = Field(PROTOCOL_VERSION, description="version of this schema")
     client_name: Name = Field(description="name of the target server, for people")
     target: TargetFingerprint
+    schedule: VerifySchedule | None = Field(None, description="null sends back every draft, its confidence as calibrated")
 
 
 class ModelFacts(Message):
@@ -123,6 +167,9 @@ class SessionUpdate(Message):
     draft_probs: Literal["none", "topk"] = Field("none", description="topk returns the distribution each draft was drawn from")
     draft_probs_topk: int = Field(64, ge=1, le=4096, description="its support, with draft_probs=topk")
     confidence_threshold: float | None = Field(None, ge=0.0, le=1.0, description="keep the drafts whose survival reaches it")
+    num_verified: Count | None = Field(
+        None, description="how many of the drafts last sent back were verified; null for all, 0 where they came too late"
+    )
     prefix_token_ids: tuple[TokenId, ...] = Field(
         (), description="tokens of positions [0, start) of a session that opens at start > 0, to find them in the prefix cache"
     )

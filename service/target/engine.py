@@ -35,7 +35,6 @@ from draft_model.target_model import TargetModel
 from service.errors import CapacityError, UnavailableError
 from service.rounds import RoundLog
 from service.target.distribution import target_distribution
-from service.target.schedule import DraftSchedule
 from service.target.sequences import Chunk, GenerationRequest, Sequence
 from service.target.stop_strings import StopStringScanner
 from service.target.text import TargetTokenizer, TextStream
@@ -85,7 +84,6 @@ class TargetEngine:
         target_layer_ids: layers whose output the drafter reads
         limits: see TargetEngineLimits
         payoff: decides in which steps drafts are asked for; None always asks
-        schedule: decides how many of the drafts are verified; None verifies all
         rounds: where to write the confidence and outcome of each verified block
     """
 
@@ -98,11 +96,10 @@ class TargetEngine:
         target_layer_ids: tuple[int, ...],
         limits: TargetEngineLimits,
         payoff: Payoff | None = None,
-        schedule: DraftSchedule | None = None,
         rounds: RoundLog | None = None,
     ) -> None:
         self._model, self._tokenizer, self._drafts = model, tokenizer, drafts
-        self._payoff, self._schedule, self._rounds = payoff, schedule, rounds
+        self._payoff, self._rounds = payoff, rounds
         self._layers = target_layer_ids
         self.limits = limits
         # A block may reach past the last committed row.
@@ -242,8 +239,6 @@ class TargetEngine:
         began = time.perf_counter()
         drafts, server = self._draft(sequences) if is_drafted else ([_NO_DRAFTS] * len(sequences), 0.0)
         drafted = time.perf_counter()
-        if self._schedule is not None:
-            drafts = self._schedule.shorten(drafts)
 
         width = 1 + max(len(draft.token_ids) for draft in drafts)
         token_ids = torch.zeros(len(sequences), width, dtype=torch.long)

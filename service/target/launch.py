@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from draft_engine_client.client import DraftClient
 from draft_engine_client.payoff import Payoff
 from draft_engine_client.settings import ClientSettings
-from draft_engine_client.wire import TargetFingerprint
+from draft_engine_client.wire import TargetFingerprint, VerifySchedule
 from draft_model.target_model import TargetModel
 from service.errors import StartupError
 from service.launch import serve
@@ -18,7 +18,7 @@ from service.rounds import RoundLog
 from service.shipped import SHIPPED_NAME
 from service.target.engine import TargetEngine, TargetEngineLimits
 from service.target.routes import TargetFacts, create_target_app
-from service.target.schedule import DraftSchedule, measure_step_times
+from service.target.schedule import measure_step_times
 from service.target.settings import TargetSettings
 from service.target.text import TargetTokenizer
 from service.target.weights import ensure_target
@@ -59,7 +59,6 @@ def serve_target(settings: TargetSettings) -> None:
                 draft_probs_topk=settings.draft_probs_topk,
             ),
             payoff=Payoff() if settings.draft_when == "pays" else None,
-            schedule=_draft_schedule(settings, model),
             rounds=rounds,
         )
         engine.start()
@@ -72,13 +71,16 @@ def serve_target(settings: TargetSettings) -> None:
             engine.stop()
 
 
-def _draft_schedule(settings: TargetSettings, model: TargetModel) -> DraftSchedule:
+def _verify_schedule(settings: TargetSettings, model: TargetModel) -> VerifySchedule | None:
+    """What the draft server is asked to shorten drafts by; None has it send all, as recording whole blocks needs."""
+    if settings.schedule == "fixed":
+        return None
     step_times = None
     if settings.schedule == "hardware":
         step_times = measure_step_times(model, max_batch=settings.max_batch, max_width=1 + settings.num_draft_tokens)
         points = zip(step_times.num_tokens, step_times.seconds, strict=True)
         logger.info("step times: %s", ", ".join(f"{width}: {1000 * seconds:.1f} ms" for width, seconds in points))
-    return DraftSchedule(settings.schedule, threshold=settings.schedule_threshold, step_times=step_times)
+    return VerifySchedule(kind=settings.schedule, threshold=settings.schedule_threshold, step_times=step_times, is_padded=True)
 
 
 @contextlib.contextmanager
@@ -105,6 +107,7 @@ def _draft_client(
             api_key=settings.draft_api_key.get_secret_value() if settings.draft_api_key else None,
         ),
         fingerprint,
+        schedule=_verify_schedule(settings, model),
     )
     client.start()
     try:

@@ -8,7 +8,6 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, model_validator
 
 from service.settings import Bytes, ListenSettings
-from service.target.schedule import ScheduleKind
 from service.target.weights import default_cache_dir
 
 
@@ -36,13 +35,13 @@ class TargetSettings(ListenSettings):
         description="Support of the distributions that sampled drafts are drawn from; the drafter is then trusted with them. "
         "0 verifies the likeliest drafts as certain ones, which is lossless whatever the drafter does.",
     )
-    draft_when: Literal["always", "pays"] = Field(
-        "always", description="Ask for drafts in each step, or only where measured step times say that they pay."
+    draft_when: Literal["pays", "always"] = Field(
+        "pays", description="Ask for drafts only where measured step times say that they pay, or in each step."
     )
-    schedule: ScheduleKind = Field(
+    schedule: Literal["fixed", "threshold", "hardware"] = Field(
         "fixed",
-        description="Drafts to verify: all that come, those whose survival reaches --schedule-threshold, or as many as step "
-        "times measured at the start say are worth it.",
+        description="Drafts that the draft server sends back: all, those whose survival reaches --schedule-threshold, or as "
+        "many as step times measured at the start say are worth it.",
     )
     schedule_threshold: float = Field(0.3, ge=0.0, le=1.0, description="Bound on survival with --schedule threshold.")
     record_rounds: Path | None = Field(

@@ -1,7 +1,9 @@
 """How many drafts to verify: plain decoding, all drafts, a threshold and the measured step times, at three loads in one run.
 
-The target runs in this process and the drafter in a server beside it, as in the demo. At each load the four ways take turns,
-round after round with the same prompts, so that whatever else the machine does hits all of them; the median round is reported.
+The target runs in this process and the drafter in a server beside it, as in the demo. At each load the ways take turns,
+round after round with the same prompts, so that whatever else the machine does hits all of them. The median round is
+reported; a round before them warms up. `hardware` and `useless` have drafting turned off where it does not pay, and the
+drafts of `useless` are wrong on purpose.
 
     python -m tests.bench.bench_schedule [--rounds 3] [--max-tokens 64] [--output build/bench_schedule.json]
 """
@@ -16,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +26,11 @@ from rich.table import Table
 
 from draft_engine_client.client import DraftClient
 from draft_engine_client.payoff import Payoff
+from draft_engine_client.replies import Drafts
+from draft_engine_client.sessions import SessionStep
 from draft_engine_client.settings import ClientSettings
-from draft_engine_client.wire import TargetFingerprint
+from draft_engine_client.state import ClientStats
+from draft_engine_client.wire import TargetFingerprint, VerifySchedule
 from draft_model.config import DraftConfig
 from draft_model.formats import load_config
 from draft_model.target_model import TargetModel
@@ -36,14 +41,16 @@ from service.shipped import shipped_drafter
 from service.subprocesses import server_process
 from service.target.distribution import TargetSampling
 from service.target.engine import TargetEngine, TargetEngineLimits
-from service.target.schedule import DraftSchedule, measure_step_times
+from service.target.schedule import measure_step_times
 from service.target.sequences import Chunk, DraftCounts, GenerationRequest
 from service.target.text import TargetTokenizer
 from service.target.weights import default_cache_dir, ensure_target
 
 LOADS = (1, 4, 16)
-WAYS = ("plain", "fixed", "threshold", "hardware")
+WAYS = ("plain", "fixed", "threshold", "hardware", "useless")
+RIVALS = ("plain", "fixed", "threshold")
 GOAL_AGAINST_BEST = 0.97
+GOAL_USELESS = 0.97
 _THRESHOLD = 0.3
 _DEADLINE_MS = 200.0
 
@@ -103,15 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         schedules = {
             "plain": None,
             "fixed": None,
-            "threshold": DraftSchedule("threshold", threshold=_THRESHOLD),
-            "hardware": DraftSchedule("hardware", step_times=step_times),
+            "threshold": VerifySchedule(kind="threshold", threshold=_THRESHOLD, is_padded=True),
+            "hardware": VerifySchedule(kind="hardware", step_times=step_times, is_padded=True),
+            "useless": None,
         }
-        engines = {
-            way: stack.enter_context(
-                _engine(model, tokenizer, config, server.url, schedules[way], Payoff() if way == "hardware" else None)
-            )
-            for way in WAYS
-        }
+        engines = {way: stack.enter_context(_engine(model, tokenizer, config, server.url, way, schedules[way])) for way in WAYS}
         measured = {(load, way): Measured() for load in LOADS for way in WAYS}
         prompts = [tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": p.text}])) for p in DEMO_PROMPTS]
         for load in LOADS:
@@ -142,8 +145,8 @@ def _engine(
     tokenizer: TargetTokenizer,
     config: DraftConfig,
     url: str,
-    schedule: DraftSchedule | None,
-    payoff: Payoff | None,
+    way: str,
+    schedule: VerifySchedule | None,
 ) -> Iterator[TargetEngine]:
     fingerprint = TargetFingerprint(
         vocab_size=model.config.vocab_size,
@@ -151,16 +154,15 @@ def _engine(
         num_layers=model.config.num_layers,
         target_layer_ids=config.target_layer_ids,
     )
-    client = DraftClient(ClientSettings(url, step_deadline_ms=_DEADLINE_MS), fingerprint)
+    client = DraftClient(ClientSettings(url, step_deadline_ms=_DEADLINE_MS), fingerprint, schedule=schedule)
     client.start()
     engine = TargetEngine(
         model,
         tokenizer,
-        client,
+        _Useless(client, model.config.vocab_size) if way == "useless" else client,
         target_layer_ids=config.target_layer_ids,
         limits=TargetEngineLimits(max_batch=max(LOADS), max_waiting=2 * max(LOADS), max_context=1024),
-        payoff=payoff,
-        schedule=schedule,
+        payoff=Payoff() if way in ("hardware", "useless") else None,
     )
     engine.start()
     try:
@@ -170,6 +172,27 @@ def _engine(
     finally:
         engine.stop()
         client.close()
+
+
+class _Useless:
+    """A real draft server whose drafts are made wrong on purpose: they cost what drafts cost, and help nobody."""
+
+    def __init__(self, client: DraftClient, vocab_size: int) -> None:
+        self._client, self._vocab_size = client, vocab_size
+
+    @property
+    def stats(self) -> ClientStats:
+        return self._client.stats
+
+    def propose(self, steps: Sequence[SessionStep]) -> list[Drafts]:
+        answers = self._client.propose(steps)
+        return [
+            replace(one, token_ids=tuple((token + 1 + place) % self._vocab_size for place, token in enumerate(one.token_ids)))
+            for one in answers
+        ]
+
+    def finish(self, session_ids: Sequence[str]) -> None:
+        self._client.finish(session_ids)
 
 
 _numbers = itertools.count()
@@ -218,11 +241,17 @@ def _figures(measured: dict[tuple[int, str], Measured]) -> list[Figure]:
                 Figure(f"acceptance_length_{load}_{way}", one.acceptance_length, "tokens"),
                 Figure(f"verified_tokens_{load}_{way}", one.verified_tokens, "tokens"),
             ]
-        hardware = measured[load, "hardware"].speed
-        best = max(measured[load, way].speed for way in WAYS if way != "hardware")
+        hardware, _useless = (measured[load, way].speed for way in ("hardware", "useless"))
+        best = max(measured[load, way].speed for way in RIVALS)
         figures += [
             Figure(f"hardware_against_best_{load}", hardware / best, "", GOAL_AGAINST_BEST),
             Figure(f"hardware_against_plain_{load}", hardware / measured[load, "plain"].speed, "", 1.0),
+            Figure(
+                f"useless_against_plain_{load}",
+                measured[load, "useless"].speed / measured[load, "plain"].speed,
+                "",
+                GOAL_USELESS,
+            ),
         ]
     return figures
 

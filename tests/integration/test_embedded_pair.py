@@ -24,7 +24,9 @@ def servers(tmp_path_factory) -> Iterator[tuple[ServerProcess, ServerProcess]]:
     folder = ensure_target(default_cache_dir(), print)
     with (
         server_process(["serve", "--port", "0", "--target-model", str(folder)], logs / "draft.log") as draft,
-        server_process(["target", "--port", "0", "--draft-url", draft.url], logs / "target.log") as target,
+        server_process(
+            ["target", "--port", "0", "--draft-url", draft.url, "--draft-when", "always"], logs / "target.log"
+        ) as target,
     ):
         yield draft, target
 
