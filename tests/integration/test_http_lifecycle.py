@@ -293,6 +293,13 @@ def test_every_route_but_health_and_version_needs_the_key() -> None:
 # The description -----------------------------------------------------------------------------------------------------
 
 
+def without_null_defaults(schema: Any) -> Any:
+    """FastAPI leaves out `default: null`, which says no more than that the field is not required."""
+    if isinstance(schema, dict):
+        return {key: without_null_defaults(value) for key, value in schema.items() if (key, value) != ("default", None)}
+    return [without_null_defaults(value) for value in schema] if isinstance(schema, list) else schema
+
+
 def test_openapi_describes_every_route_with_the_schema_of_the_client() -> None:
     with serving() as server:
         assert server.http.get("/docs").status_code == 200
@@ -329,7 +336,7 @@ def test_openapi_describes_every_route_with_the_schema_of_the_client() -> None:
             "JsonProposeReply",
             "SessionUpdate",
         ):
-            assert schemas[name] == exported[name]
+            assert without_null_defaults(schemas[name]) == without_null_defaults(exported[name])
 
         client_id = shake_hands(server.http)
         body = json_body(client_id, Update("a", 0, [1, 2]), Update("b", 9, [3], num_draft_tokens=5))
