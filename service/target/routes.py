@@ -12,11 +12,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.exposition import generate_latest
 from pydantic import BaseModel
 
 from service.edge import Edge, Receive, Scope, Send, with_json_body
 from service.errors import NotFoundError, RequestError
 from service.exception_handlers import EXCEPTION_HANDLERS
+from service.metrics import MEDIA_TYPE as METRICS_MEDIA_TYPE
 from service.target.distribution import TargetSampling
 from service.target.engine import TargetEngine
 from service.target.schema import (
@@ -112,6 +115,11 @@ def create_target_app(
         """Answer 200 while the worker runs."""
         return JSONResponse(service.health(), 200 if engine.is_alive else 503)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """What drafting was worth, for Prometheus."""
+        return Response(service.metrics(), media_type=METRICS_MEDIA_TYPE)
+
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             receive = await with_json_body(scope, receive, max_body_bytes)
@@ -142,6 +150,24 @@ class _TargetService:
             "waiting": self._engine.num_waiting,
             "payoff": None if payoff is None else asdict(payoff),
         }
+
+    def metrics(self) -> bytes:
+        registry = CollectorRegistry()
+
+        def gauge(name: str, text: str, value: float) -> None:
+            Gauge(f"draft_target_{name}", text, (), registry=registry).set(value)
+
+        gauge("running_requests", "Requests that hold a slot.", self._engine.num_running)
+        gauge("waiting_requests", "Requests without a slot yet.", self._engine.num_waiting)
+        payoff = self._engine.payoff
+        if payoff is not None:
+            gauge("net_saved_seconds", "Worth minus duration of all drafted steps.", payoff.net_saved_seconds)
+            gauge("steps", "Decode steps.", payoff.steps)
+            gauge("drafted_steps", "Decode steps that asked for drafts.", payoff.drafted_steps)
+            gauge("draft_switches", "Times that drafting was turned on or off.", payoff.switches)
+            gauge("draft_buckets_on", "Buckets of batch size and context that drafting is on in.", payoff.buckets_on)
+            gauge("draft_buckets", "Buckets of batch size and context seen.", payoff.buckets)
+        return generate_latest(registry)
 
     async def complete(self, body: CompletionRequest, http: Request) -> Response:
         prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from draft_engine_client.payoff import Payoff
 from draft_model.target_model import TargetModel
 from service.launch import DrainingServer, serve
 from service.target.engine import TargetEngine, TargetEngineLimits
@@ -102,6 +103,22 @@ def test_a_request_may_decode_plainly_or_with_other_widths(server: Running) -> N
         drafted = server.complete(num_draft_tokens=width).raise_for_status().json()
         assert drafted["choices"] == plain["choices"]
         assert len(drafted["draft"]["accepted_by_position"]) == width
+
+
+def test_metrics_tell_what_drafting_was_worth(server: Running) -> None:
+    before = server.http.get("/metrics").raise_for_status().text
+    assert "draft_target_running_requests 0.0" in before
+    assert "net_saved_seconds" not in before, "nobody measures it here"
+    payoff = Payoff()
+    for is_drafted in (False, False, False, True):
+        payoff.record(1, 10, is_drafted=is_drafted, num_tokens=1 + is_drafted, seconds=1.0)
+    server.engine._payoff = payoff
+    try:
+        after = server.http.get("/metrics").raise_for_status().text
+    finally:
+        server.engine._payoff = None
+    assert "draft_target_net_saved_seconds 1.0" in after
+    assert "draft_target_drafted_steps 1.0" in after
 
 
 def test_a_stream_joins_to_the_whole_answer(server: Running) -> None:
