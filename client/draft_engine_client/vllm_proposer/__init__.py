@@ -9,6 +9,7 @@
     rows               which rows of a step belong to which request, and which of them stay
     features           from the target's hidden states to what the wire carries
     probabilities      from top-k draft probabilities to the tensor that vLLM's rejection sampler reads
+    batch_verification the rule of verification for a batch of dense rows, on the device
     tensor_parallel    one rank calls, all ranks get the same drafts
     connecting         what the draft server wants, asked before the target is loaded
     proposer           the above, once per step
