@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from draft_engine_client.client import DraftClient
 from draft_model.target_model import TargetModel
+from service.subprocesses import ServerProcess, server_process
 from service.target.engine import TargetEngine
+from tests.integration.test_target_engine import LAYERS, PROMPTS
 from tests.integration.test_whole_loop import (
+    START_SECONDS,
     DraftServer,
     answer_all,
     draft_folder,
     engine,
+    free_port,
     make_client,
     model,
     server,
@@ -50,9 +58,8 @@ def client(proxy: FaultProxy) -> Iterator[DraftClient]:
     client.close()
 
 
-def gauge(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=20).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+def sessions_of(url: str) -> list[Any]:
+    return list(httpx.get(f"{url}/v1/sessions", timeout=20).json()["data"])
 
 
 def test_a_bad_network_changes_no_output_and_leaves_nothing(
@@ -72,4 +79,92 @@ def test_a_bad_network_changes_no_output_and_leaves_nothing(
     proxy.share = 0.0
     wait_for_drafts(engine, model, "clean again")
     client.close()
-    wait_until(lambda: not httpx.get(f"{server.url}/v1/sessions", timeout=20).json()["data"])
+    wait_until(lambda: not sessions_of(server.url))
+
+
+# Killed processes -----------------------------------------------------------------------------------------------------
+
+NUM_KILLS = 50
+MAX_TOKENS = 60
+
+
+def target_arguments(folder: Path, port: int, draft_url: str) -> list[str]:
+    layers = ",".join(map(str, LAYERS))
+    arguments = [
+        "target",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "target",
+        "--port",
+        str(port),
+        "--draft-url",
+        draft_url,
+        "--threads",
+        "1",
+    ]
+    return [
+        *arguments,
+        "--target-layer-ids",
+        layers,
+        "--draft-deadline-ms",
+        "300",
+        "--schedule",
+        "fixed",
+        "--draft-when",
+        "always",
+    ]
+
+
+def complete(url: str, prompt: list[int]) -> tuple[str, int]:
+    """The answer to a prompt, and how many drafts were verified for it."""
+    body = {"model": "target", "prompt": prompt, "temperature": 0, "max_tokens": MAX_TOKENS}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"], answer.json()["draft"]["proposed"]
+
+
+@pytest.mark.slow
+def test_either_side_is_killed_fifty_times_and_the_output_stays_plain(
+    server: DraftServer, target_folder: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    with server_process(target_arguments(target_folder, port, "none"), tmp_path / "plain.log") as plain:
+        right = [complete(plain.url, prompt)[0] for prompt in PROMPTS]
+    dice = random.Random(11)
+
+    def start_target() -> ServerProcess:
+        process = ServerProcess(target_arguments(target_folder, port, server.url), tmp_path / "target.log")
+        process.wait_ready(START_SECONDS)
+        return process
+
+    def drafts_are_verified() -> bool:
+        answers = [complete(target.url, prompt) for prompt in PROMPTS]
+        assert [text for text, _ in answers] == right
+        return sum(proposed for _, proposed in answers) > 0
+
+    server.start()
+    target = start_target()
+    try:
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            for _ in range(NUM_KILLS):
+                wait_until(drafts_are_verified, 60.0)
+                running: list[Future[tuple[str, int]]] = [pool.submit(complete, target.url, prompt) for prompt in PROMPTS]
+                time.sleep(dice.uniform(0.0, 0.1))
+                if dice.random() < 0.5:
+                    server.kill()
+                    assert [answer.result()[0] for answer in running] == right
+                    server.start()
+                else:
+                    target.kill()
+                    for answer, text in zip(running, right, strict=True):
+                        if answer.exception() is None:
+                            assert answer.result()[0] == text
+                        else:
+                            assert isinstance(answer.exception(), httpx.TransportError)
+                    target = start_target()
+        wait_until(drafts_are_verified, 60.0)
+        target.stop()
+        wait_until(lambda: not sessions_of(server.url))
+    finally:
+        target.kill()
